@@ -24,7 +24,7 @@ from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
 from layerzero.planning.simulator import simulate
-from layerzero.planning.site_estimate import SitePlan, sites_text
+from layerzero.planning.site_estimate import SiteSettings, sites_text
 from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds_text, size_text, table
@@ -155,7 +155,7 @@ def _plan(
             raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
         if probe and cluster is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        site_plan = _site_plan(sites, between_sites, every, fragments)
+        site_settings = _site_settings(sites, between_sites, every, fragments)
         described = None if probe else _read_cluster(cluster, cluster_fields)
         source = _read_model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
         target = _probe_cluster(cluster_fields, quiet=as_json) if described is None else described
@@ -181,14 +181,16 @@ def _plan(
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,
             )
-            at_sites = [] if site_plan is None else result_plan.at_sites(site_plan)
+            at_sites = [] if site_settings is None else result_plan.at_sites(site_settings)
             if as_json:
                 data = result_plan.as_dict(every_row=every_row) | {"sites": [each.as_dict() for each in at_sites]}
                 result = json.dumps(data, indent=1)
             else:
                 result = result_plan.as_text(every_row=every_row)
                 result += f"\n\n{sites_text(at_sites)}" if at_sites else ""
-                result += "\n\nSites are not estimated, because no settings fit." * (bool(site_plan) and not at_sites)
+                result += "\n\nSites are not estimated, because no settings fit." * (
+                    bool(site_settings) and not at_sites
+                )
             progress.clear()
             typer.echo(result)
             if html is not None:
@@ -310,14 +312,16 @@ def _parse_none(names: list[str] | None) -> list[str | None]:
     return [None if name == "none" else name for name in names or ["none"]]
 
 
-def _site_plan(sites: int | None, between: float | None, every: int | None, fragments: int | None) -> SitePlan | None:
+def _site_settings(
+    sites: int | None, between: float | None, every: int | None, fragments: int | None
+) -> SiteSettings | None:
     given = (sites, between, every, fragments)
     if all(value is None for value in given):
         return None
     if sites is None or between is None:
         missing = "--sites" if sites is None else "--between-sites"
         raise ValueError(f"{missing} is missing, but other options about sites were given. Pass it, or leave them out")
-    return SitePlan(sites, between, 16 if every is None else every, fragments)
+    return SiteSettings(sites, between, 16 if every is None else every, fragments)
 
 
 class _Progress:

@@ -1,10 +1,13 @@
-"""Divide the handles of a model into the fragments that sites exchange. The code needs neither torch nor processes."""
+"""Divide a model into the fragments that sites exchange, and schedule the exchanges.
+
+The code needs neither torch nor processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["divide_into_fragments"]
+__all__ = ["divide_into_fragments", "start_positions"]
 
 
 def divide_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
@@ -27,3 +30,11 @@ def divide_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
             starts.append(index)
         done += size
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def start_positions(every: int, fragments: int) -> list[int]:
+    """Return the step after which each fragment is sent, as its position in a period of `every` steps.
+
+    Position 1 is the first step of a period, and position 0 the last. The last fragment is sent at the end of a period.
+    """
+    return [every * (index + 1) // fragments % every for index in range(fragments)]

@@ -54,7 +54,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
-from layerzero.layout.fragments import divide_into_fragments
+from layerzero.layout.fragments import divide_into_fragments, start_positions
 from layerzero.optimizers.ema import own_rows
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.optimizers.wrapped_optimizer import note_edits
@@ -330,6 +330,7 @@ class OuterSteps:
         self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
         self._fragment_handles = _divide_handles(self._handles, settings.fragments)
+        self._start_positions = start_positions(settings.every, settings.fragments)
         self._fragments: list[_Fragment] = []  # empty during the warm-up
         self._is_open = True
         self._optimizers = tuple(optimizers)
@@ -352,8 +353,10 @@ class OuterSteps:
         return sum(tensor.nbytes for tensor in kept)
 
     def close(self) -> None:
-        """Stop averaging gradients, and free the anchors and the momentum. Later calls to :meth:`step` raise an
-        error."""
+        """Stop averaging gradients, and free the anchors and the momentum.
+
+        Later calls to :meth:`step` raise an error.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -368,11 +371,11 @@ class OuterSteps:
     @torch.no_grad()
     def _before_update(self) -> None:
         """Prepare for an optimizer step. Called by ``optimizer.step()`` when all gradients are final."""
-        self._require_usable()
         if not self._has_begun:
+            self._require_usable()
             for fragment in self._fragments:  # weights may have been loaded since the anchors were set
                 fragment.anchor.copy_(_flat_master(fragment.handles))
-        self._has_begun = True
+            self._has_begun = True
         self.average_gradients()
 
     # Synchronous steps
@@ -482,10 +485,9 @@ class OuterSteps:
             due = fragment.exchange.due if fragment.exchange else fragment.deltas.due if fragment.deltas else None
             if due == self.steps:
                 self._take_outer_step(fragment)
-        since, every = self.steps - self.settings.warmup, self.settings.every
+        position = (self.steps - self.settings.warmup) % self.settings.every
         for fragment in self._fragments:
-            first = every * (fragment.index + 1) // self.settings.fragments  # in each period of `every` steps
-            if since % every == first % every:
+            if position == self._start_positions[fragment.index]:
                 self._start_exchange(fragment)
                 if not self.settings.delay:
                     self._take_outer_step(fragment)

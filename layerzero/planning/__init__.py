@@ -5,7 +5,7 @@ from layerzero.planning.estimator import Candidate, Estimate
 from layerzero.planning.plan_report import LinkComparison, Plan
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import ProbeResult, probe
-from layerzero.planning.site_estimate import SiteEstimate, SitePlan
+from layerzero.planning.site_estimate import SiteEstimate, SiteSettings
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Plan",
     "ProbeResult",
     "SiteEstimate",
-    "SitePlan",
+    "SiteSettings",
     "TransformerShape",
     "plan",
     "probe",

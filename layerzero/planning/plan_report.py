@@ -26,7 +26,7 @@ from layerzero.planning.estimator import (
     Estimator,
     simplest_fast_row,
 )
-from layerzero.planning.site_estimate import SiteEstimate, SitePlan, estimate_sites
+from layerzero.planning.site_estimate import SiteEstimate, SiteSettings, estimate_sites
 from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 
 __all__ = [
@@ -135,17 +135,17 @@ class Plan:
         """Recommended settings; None if no settings fit."""
         return None if self.best is None else self.estimator.config(self.best.choice)
 
-    def at_sites(self, plan: SitePlan) -> list[SiteEstimate]:
+    def at_sites(self, settings: SiteSettings) -> list[SiteEstimate]:
         """Estimate training at several sites with :func:`layerzero.outer`, without a codec and with each codec.
 
         Each site has the cluster of this plan and the recommended settings. The list is empty if no settings fit.
 
         Raises:
-            ValueError: the model has fewer trainable units than `plan` has fragments.
+            ValueError: the model has fewer trainable units than `settings` has fragments.
         """
         if self.best is None:
             return []
-        return list(estimate_sites(self.best, self.estimator.unit_specs(self.best.choice), plan))
+        return list(estimate_sites(self.best, self.estimator.unit_specs(self.best.choice), settings))
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.

@@ -12,21 +12,23 @@ import torch
 from layerzero.comm.codecs import ParamRows
 from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.specs import UnitSpec
-from layerzero.layout.fragments import divide_into_fragments
+from layerzero.layout.fragments import divide_into_fragments, start_positions
 from layerzero.layout.shard_grid import Extent
+from layerzero.optimizers.outer_steps import OuterSettings
 from layerzero.planning.estimator import Estimate
 from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 
-__all__ = ["SiteEstimate", "SitePlan", "average_step", "estimate_sites", "sites_text"]
+__all__ = ["SiteEstimate", "SiteSettings", "average_step", "estimate_sites", "sites_text"]
 
 _FP32 = 4  # bytes
+_TEMPORARIES = 4  # number of fp32 tensors of the size of a fragment that a rank needs during an exchange
 _PERIODS = 16  # number of periods of `every` steps in a simulated run; the last half is measured
 _TOLERANCE = 1e-3  # a delay hides exchanges if steps are longer than without exchanges by at most this fraction
 
 
 @dataclass(frozen=True)
-class SitePlan:
-    """Description of the training at several sites.
+class SiteSettings:
+    """Settings of training at several sites.
 
     Attributes:
         sites: number of sites, at least 2.
@@ -45,27 +47,22 @@ class SitePlan:
     fragments: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("sites", self.sites, 2),
-            ("every", self.every, 1),
-            ("fragments", self.fragments, 1),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} is not supported. Use at least {least}")
+        if self.sites < 2:
+            raise ValueError(f"sites={self.sites} is not supported. Use at least 2")
         if not self.between > 0:
             raise ValueError(f"a bandwidth of {self.between} Gbit/s between sites is not supported. Use a positive one")
-        if self.fragments is not None and self.fragments > self.every:
-            raise ValueError(
-                f"fragments={self.fragments} is more than every={self.every}. Use at most {self.every} fragments"
-            )
+        self.num_fragments(self.fragments or 1)
 
     def num_fragments(self, handles: int) -> int:
-        """Return the number of fragments of a model with this number of trainable handles."""
-        if self.fragments is not None and self.fragments > handles:
-            raise ValueError(
-                f"fragments={self.fragments} is more than the {handles} trainable units. Use at most {handles}"
-            )
-        return min(4, self.every, handles) if self.fragments is None else self.fragments
+        """Return the number of fragments of a model with this number of trainable handles.
+
+        Raises:
+            ValueError: :func:`layerzero.outer` would refuse the settings for such a model.
+        """
+        fragments = min(4, self.every, handles) if self.fragments is None else self.fragments
+        settings = OuterSettings(self.every, warmup=0, fragments=fragments, delay=0, lr=0.7, momentum=0.5, codec=None)
+        settings.check(units=handles)
+        return fragments
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class SiteEstimate:
 
     Attributes:
         row: estimate of a step in one site.
-        plan: number of sites, and their link.
+        settings: number of sites, their link, and how often they exchange fragments.
         codec: name of the codec, or None.
         sent: number of bytes that a site sends per exchange of each fragment.
         outer_bytes: memory of anchors and momentum per rank, in bytes. It is host memory with `offload_optimizer`.
@@ -84,7 +81,7 @@ class SiteEstimate:
     """
 
     row: Estimate
-    plan: SitePlan
+    settings: SiteSettings
     codec: str | None
     sent: tuple[float, ...]
     outer_bytes: int
@@ -93,12 +90,12 @@ class SiteEstimate:
     @cached_property
     def exchanges(self) -> tuple[float, ...]:
         """Time in which each fragment is exchanged, in seconds, if the link carries nothing else."""
-        return tuple(sent * 8 / (self.plan.between * 1e9) for sent in self.sent)
+        return tuple(sent * 8 / (self.settings.between * 1e9) for sent in self.sent)
 
     @cached_property
     def delay(self) -> int:
         """Smallest `delay` with which steps are as short as with the largest, ``every - 1``."""
-        step, every = self.row.step, self.plan.every
+        step, every = self.row.step, self.settings.every
         longest_allowed = average_step(step, self.exchanges, every, every - 1) * (1 + _TOLERANCE)
         low, high = 0, every - 1
         while low < high:
@@ -112,7 +109,7 @@ class SiteEstimate:
     @cached_property
     def step(self) -> float:
         """Average duration of a step with this `delay`, in seconds, with waits for exchanges."""
-        return average_step(self.row.step, self.exchanges, self.plan.every, self.delay)
+        return average_step(self.row.step, self.exchanges, self.settings.every, self.delay)
 
     @property
     def hides_exchanges(self) -> bool:
@@ -122,7 +119,7 @@ class SiteEstimate:
     @property
     def tokens(self) -> float:
         """Number of tokens per second at all sites."""
-        return self.plan.sites * self.row.tokens_per_step / self.step
+        return self.settings.sites * self.row.tokens_per_step / self.step
 
     @property
     def fits(self) -> bool:
@@ -142,7 +139,7 @@ class SiteEstimate:
             "exchange_seconds": max(self.exchanges),
             "step_seconds": self.step,
             "tokens_per_second": self.tokens,
-            "sent_bytes": sum(self.sent) / self.plan.every,
+            "sent_bytes": sum(self.sent) / self.settings.every,
             "outer_bytes": self.outer_bytes,
             "temporary_bytes": self.temporary_bytes,
             "fits": self.fits,
@@ -152,8 +149,8 @@ class SiteEstimate:
 def average_step(step: float, exchanges: Sequence[float], every: int, delay: int) -> float:
     """Return the average duration of a step of a site, with waits for exchanges.
 
-    Fragment f of F is sent after step ``every * (f + 1) // F`` of each period of `every` steps, and its outer step is
-    taken `delay` steps later. The link carries one exchange after the other.
+    Fragments are sent at their :func:`~layerzero.layout.fragments.start_positions`, and their outer steps are taken
+    `delay` steps later. The link carries one exchange after the other.
 
     Args:
         step: duration of a step without exchanges, in seconds.
@@ -163,7 +160,7 @@ def average_step(step: float, exchanges: Sequence[float], every: int, delay: int
     """
     now = link_is_free = measured_from = 0.0
     arrivals: dict[int, float] = {}  # by step of the outer step
-    starts = {every * (index + 1) // len(exchanges) % every: seconds for index, seconds in enumerate(exchanges)}
+    starts = dict(zip(start_positions(every, len(exchanges)), exchanges, strict=True))
     for number in range(1, every * _PERIODS + 1):
         now = max(now + step, arrivals.pop(number, 0.0))
         if (seconds := starts.get(number % every)) is not None:
@@ -178,21 +175,21 @@ def average_step(step: float, exchanges: Sequence[float], every: int, delay: int
     return max(simulated, sum(exchanges) / every)  # the queue of a link that is slightly too slow grows for long
 
 
-def estimate_sites(row: Estimate, units: Sequence[UnitSpec], plan: SitePlan) -> Iterator[SiteEstimate]:
+def estimate_sites(row: Estimate, units: Sequence[UnitSpec], settings: SiteSettings) -> Iterator[SiteEstimate]:
     """Yield the estimates without a codec and with each codec.
 
     Args:
         row: estimate of the cluster of one site.
         units: specs of the units for the settings of `row`.
-        plan: number of sites, and their link.
+        settings: number of sites, their link, and how often they exchange fragments.
 
     Raises:
-        ValueError: the model has fewer trainable units than `plan` has fragments.
+        ValueError: the model has fewer trainable units than `settings` has fragments.
     """
     handles = [(unit.traits.grid, handle) for unit in units for handle in unit.handles if handle.trainable]
     sizes = [handle.layout.numel for _, handle in handles]
     own_sizes = [grid.numel(handle.layout, Extent.ZERO1) for grid, handle in handles]
-    groups = divide_into_fragments(sizes, plan.num_fragments(len(handles)))
+    groups = divide_into_fragments(sizes, settings.num_fragments(len(handles)))
     numels = [sum(sizes[index] for index in group) for group in groups]
     largest = max(sum(own_sizes[index] for index in group) for group in groups)
     for codec in (None, *HOP2_CODECS):
@@ -200,18 +197,18 @@ def estimate_sites(row: Estimate, units: Sequence[UnitSpec], plan: SitePlan) -> 
         width = _FP32 if codec is None else HOP2_CODECS[codec].nbytes([block], torch.float32) / block.numel
         yield SiteEstimate(
             row,
-            plan,
+            settings,
             codec,
-            sent=tuple((plan.sites - 1) * numel * width for numel in numels),
+            sent=tuple((settings.sites - 1) * numel * width for numel in numels),
             outer_bytes=2 * _FP32 * sum(own_sizes),
-            temporary_bytes=round(largest * (plan.sites * width + 4 * _FP32)),
+            temporary_bytes=round(largest * (settings.sites * width + _TEMPORARIES * _FP32)),
         )
 
 
 def sites_text(estimates: Sequence[SiteEstimate]) -> str:
     """Return a table with a row for each codec."""
     first = estimates[0]
-    cluster, plan = first.row.cluster, first.plan
+    cluster, settings = first.row.cluster, first.settings
     lines = [
         (
             each.codec or "none",
@@ -219,7 +216,7 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
             seconds_text(max(each.exchanges)),
             seconds_text(each.step),
             si_text(each.tokens),
-            size_text(sum(each.sent) / plan.every),
+            size_text(sum(each.sent) / settings.every),
             size_text(each.outer_bytes),
             "" if each.fits else "does not fit",
         )
@@ -228,9 +225,9 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
     header = ("codec", "delay", "exchange", "step", "tokens/s", "sent by a site", "outer", "")
     memory = "host memory" if first.row.choice.offload_optimizer else "memory"
     return (
-        f"{plan.sites} sites, each with {cluster.nodes} x {cluster.accelerators} accelerators and the recommended "
-        f"settings, with {plan.between:,.4g} Gbit/s from a site to the others:\n"
-        f"layerzero.outer(every={plan.every}, fragments={len(first.sent)}). A step of one site takes "
+        f"{settings.sites} sites, each with {cluster.nodes} x {cluster.accelerators} accelerators and the recommended "
+        f"settings, with {settings.between:,.4g} Gbit/s from a site to the others:\n"
+        f"layerzero.outer(every={settings.every}, fragments={len(first.sent)}). A step of one site takes "
         f"{seconds_text(first.row.step)}.\n{table(header, lines, left=1)}\n"
         "delay: smallest delay that hides the exchanges, or - if the link is too slow for that;\n"
         "exchange: time for the largest fragment; "

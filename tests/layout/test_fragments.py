@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from layerzero.layout.fragments import divide_into_fragments
+from layerzero.layout.fragments import divide_into_fragments, start_positions
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,11 @@ def test_every_item_is_in_one_fragment() -> None:
         groups = divide_into_fragments(sizes, fragments)
         assert [index for group in groups for index in group] == list(range(len(sizes)))
         assert len(groups) == fragments and all(groups)
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "positions"),
+    [(16, 4, [4, 8, 12, 0]), (16, 1, [0]), (7, 4, [1, 3, 5, 0]), (1, 1, [0]), (3, 3, [1, 2, 0])],
+)
+def test_fragments_are_sent_at_different_steps(every: int, fragments: int, positions: list[int]) -> None:
+    assert start_positions(every, fragments) == positions

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero.layout.fragments import divide_into_fragments
-from layerzero.planning import Cluster, Plan, SiteEstimate, SitePlan, TransformerShape, plan
+from layerzero.planning import Cluster, Plan, SiteEstimate, SiteSettings, TransformerShape, plan
 from layerzero.planning.site_estimate import average_step, sites_text
 from tests.support.ranks import run_ranks
 
@@ -51,8 +51,8 @@ def test_the_delay_is_the_smallest_that_hides_exchanges(every: int, seconds: flo
     assert found.best is not None
     row = replace(found.best, simulated=lambda: replace(found.best._cost, step=1.0))
     for fragments in {1, min(4, every), min(6, every)}:
-        site_plan = SitePlan(2, 8.0, every, fragments)
-        estimate = SiteEstimate(row, site_plan, None, tuple(seconds * 1e9 for _ in range(fragments)), 0, 0)
+        settings = SiteSettings(2, 8.0, every, fragments)
+        estimate = SiteEstimate(row, settings, None, tuple(seconds * 1e9 for _ in range(fragments)), 0, 0)
         assert estimate.exchanges == pytest.approx([seconds] * fragments)
         steps = [average_step(1.0, estimate.exchanges, every, delay) for delay in range(every)]
         assert estimate.step == steps[estimate.delay] <= min(steps) * 1.002
@@ -63,7 +63,7 @@ def test_the_delay_is_the_smallest_that_hides_exchanges(every: int, seconds: flo
 
 def test_bytes_are_those_of_the_formula() -> None:
     found = _plan()
-    estimates = found.at_sites(SitePlan(3, 0.5, every=8, fragments=2))
+    estimates = found.at_sites(SiteSettings(3, 0.5, every=8, fragments=2))
     numel = sum(parameter.numel() for parameter in SMALL.build().parameters())
     for estimate, bits in zip(estimates, (32, 8 + 16 / 128, 4 + 16 / 128), strict=True):
         assert sum(estimate.sent) == pytest.approx(2 * numel * bits / 8, rel=0.01), "padding"
@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 def test_memory_of_sites_may_not_fit() -> None:
     found = _plan()
     assert found.best is not None
-    (exact, *_) = found.at_sites(SitePlan(2, 1.0))
+    (exact, *_) = found.at_sites(SiteSettings(2, 1.0))
     added = exact.outer_bytes + exact.temporary_bytes
     for spare in (0, -1):
         full = replace(exact, row=replace(found.best, peak=int(found.best.room) - added - spare))
@@ -95,19 +95,19 @@ def test_memory_of_sites_may_not_fit() -> None:
 
 
 def test_wrong_descriptions_of_sites_are_refused() -> None:
-    for settings, message in (
+    for wrong, message in (
         ({"sites": 1, "between": 1.0}, "sites=1 is not supported. Use at least 2"),
         ({"sites": 2, "between": 0.0}, "a bandwidth of 0.0 Gbit/s between sites"),
-        ({"sites": 2, "between": 1.0, "every": 0}, "every=0 is not"),
+        ({"sites": 2, "between": 1.0, "every": 0}, "every=0 is not valid"),
         ({"sites": 2, "between": 1.0, "every": 2, "fragments": 4}, "fragments=4 is more than every=2"),
     ):
         with pytest.raises(ValueError, match=message):
-            SitePlan(**settings)
+            SiteSettings(**wrong)
     found = _plan()
     with pytest.raises(ValueError, match=r"fragments=16 is more than the \d trainable units"):
-        found.at_sites(SitePlan(2, 1.0, fragments=16))
-    assert len(plan(nn.Linear(4, 4), Cluster(nodes=1)).at_sites(SitePlan(2, 1.0))[0].sent) == 1, "there is one unit"
-    assert replace(found, best=None).at_sites(SitePlan(2, 1.0)) == []
+        found.at_sites(SiteSettings(2, 1.0, fragments=16))
+    assert len(plan(nn.Linear(4, 4), Cluster(nodes=1)).at_sites(SiteSettings(2, 1.0))[0].sent) == 1, "there is one unit"
+    assert replace(found, best=None).at_sites(SiteSettings(2, 1.0)) == []
 
 
 class _Net(nn.Module):
@@ -129,5 +129,5 @@ def _outer_bytes(rank: int) -> int:
 
 def test_memory_is_what_ranks_hold() -> None:
     found = plan(_Net, Cluster(nodes=1, accelerators=2), units={nn.Linear}, zero3_sizes=[2], param_dtype="fp32")
-    (first, *_) = found.at_sites(SitePlan(2, 1.0, every=4, fragments=2))
+    (first, *_) = found.at_sites(SiteSettings(2, 1.0, every=4, fragments=2))
     assert set(run_ranks(_outer_bytes)) == {first.outer_bytes}
