@@ -63,7 +63,7 @@ def _ours(
     hop2: str | None = None,
     refresh_codec: str | None = None,
     keep: bool = False,
-    narrow: bool = False,
+    accumulate_in_bf16: bool = False,
 ) -> Entry:
     settings = {
         "zero3_size": zero3_size,
@@ -72,7 +72,7 @@ def _ours(
         "hop2": hop2,
         "refresh_codec": refresh_codec,
         "keep": keep,
-        "narrow": narrow,
+        "accumulate_in_bf16": accumulate_in_bf16,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
@@ -118,8 +118,13 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-full-exchanges-keep": _ours(
         'layerzero hybrid, "full", shared memory off, weights kept', NODE, "full", "off", keep=True
     ),
-    "layerzero-full-exchanges-keep-narrow": _ours(
-        'layerzero hybrid, "full" in bf16, shared memory off, weights kept', NODE, "full", "off", keep=True, narrow=True
+    "layerzero-full-exchanges-keep-bf16": _ours(
+        'layerzero hybrid, "full" in bf16, shared memory off, weights kept',
+        NODE,
+        "full",
+        "off",
+        keep=True,
+        accumulate_in_bf16=True,
     ),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
     # To the kernel, emulated nodes are one machine: with shared memory, their ranks would bypass the emulated link.

@@ -54,7 +54,7 @@ class LayerZero(_Ours):
         hop2: str | None,
         refresh_codec: str | None,
         keep: bool,
-        narrow: bool,
+        accumulate_in_bf16: bool,
     ) -> None:
         super().__init__(task)
         self.model = layerzero.shard_model(
@@ -66,7 +66,7 @@ class LayerZero(_Ours):
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
             refresh_codec=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
             shared_memory=shared_memory,
-            accumulation_dtype=torch.bfloat16 if narrow else None,
+            accumulation_dtype=torch.bfloat16 if accumulate_in_bf16 else None,
             reshard_after_forward=not keep,
         )
         self._keep = keep

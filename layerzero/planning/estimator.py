@@ -88,7 +88,7 @@ class Candidate:
         return " ".join(filter(None, (mode, DTYPE_TEXTS[self.accumulation_dtype])))
 
     @property
-    def num_narrow(self) -> int:
+    def num_low_precision(self) -> int:
         """Number of places in which gradients have a dtype other than fp32: hop 1, hop 2 and accumulators."""
         hop2 = None if self.hop2_codec is not None else self.replica_reduce_dtype or self.reduce_dtype
         dtypes = (self.reduce_dtype, hop2, self.accumulation_dtype)
@@ -217,7 +217,7 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
-    ("gradients in fp32", lambda row: row.choice.num_narrow),
+    ("gradients in fp32", lambda row: row.choice.num_low_precision),
     ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
     ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
     ("the least memory", lambda row: row.peak),

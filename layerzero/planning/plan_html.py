@@ -181,6 +181,10 @@ def _row_name(row: Estimate) -> str:
     choice = row.choice
     if choice.scheme == LAYERZERO:
         return f"{short_settings(choice)}, {reduce_text(choice)}, A={choice.micro_batches}"
+    return _line_name(choice)
+
+
+def _line_name(choice: Candidate) -> str:
     return f"{_scheme_name(choice)}, {reduce_text(choice)}"
 
 
@@ -278,7 +282,7 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
             for count in nodes
             for at_nodes in plan.over_nodes([count], choice)
         ]
-        lines[f"{_scheme_name(choice)}, {reduce_text(choice)}"] = points_of_row
+        lines[_line_name(choice)] = points_of_row
     unit, scale = _time_unit(max((step for points in lines.values() for _, step in points), default=0.0))
     for name, points in lines.items():
         axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)

@@ -71,17 +71,17 @@ def plan(
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
-            the total number of ranks. If the first of `accumulations` does not fit without offload and without a codec
-            with the ranks of a node, the ranks of 2, 4, ... nodes are tried as well, until it
-            fits. HSDP and HFSDP are also tried with more nodes, until they fit.
+            the total number of ranks. If the first of `accumulations` does not fit on the ranks of a node without
+            offload, codecs or `accumulation_dtype`, the ranks of 2, 4, ... nodes are tried as well, until it fits. HSDP
+            and HFSDP are also tried with more nodes, until they fit.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops if `replica_reduce_dtype`
             is None.
         replica_reduce_dtypes: values of `replica_reduce_dtype` to try if there are several replicas: dtypes, their
             names, or None for the reduce dtype.
-        accumulation_dtypes: values of `accumulation_dtype` to try: ``"bf16"``, or None. Only None is tried with
-            ``"local"``.
+        accumulation_dtypes: values of `accumulation_dtype` to try: ``"bf16"``, or None. Only None is tried if the
+            accumulators are the final gradients, as with ``"local"``.
         hop2_codecs: names of codecs to try as `hop2_codec` if there are several replicas: ``"int8_blocks"``,
             ``"int4_blocks"``, or None for no codec. Encoded gradients change the results of training, so no codec is
             tried by default.
@@ -234,9 +234,9 @@ class _TriedSettings:
         )
 
     def is_default(self, choice: Candidate) -> bool:
-        """Return whether `choice` has the first `accumulation`, no offload, and the settings of least memory savings.
+        """Return whether `choice` has the first `accumulation` and no setting that the user lets the planner omit.
 
-        It has a `hop2_codec` or an `accumulation_dtype` only if all tried values are set.
+        These settings are offloads, `hop2_codec` and `accumulation_dtype`.
         """
         return (
             choice.accumulation == self.accumulations[0]

@@ -133,7 +133,7 @@ def test_the_page_on_slow_links_has_the_measured_times() -> None:
 def test_the_page_on_benchmarks_has_the_times_with_kept_weights() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Weights kept during the step")[2].partition("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in re.findall(r"^\| \w.*$", section, re.M)]
-    names = ("layerzero-full-exchanges-keep", "layerzero-full-exchanges-keep-narrow", "fsdp1-hybrid-zero2")
+    names = ("layerzero-full-exchanges-keep", "layerzero-full-exchanges-keep-bf16", "fsdp1-hybrid-zero2")
     assert len(lines) == 8
     ratios: dict[str, list[float]] = {"two nodes": [], "one machine": []}
     savings = []
