@@ -37,11 +37,14 @@ class DifferenceCodec(Protocol):
 
     Attributes:
         lossless: True if receivers decode exactly the weights that were encoded.
+        predicts: True if a message depends on the differences of the previous message, which senders and receivers
+            keep. Otherwise, `last_change` is None.
     """
 
     lossless: ClassVar[bool]
+    predicts: ClassVar[bool]
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
         """Encode `new` into the beginning of `out`, and return the size of the message in bytes.
 
         A codec that is not lossless then replaces `new` with the weights that receivers decode.
@@ -50,9 +53,11 @@ class DifferenceCodec(Protocol):
             old: previous weights, 1-D [n], in a 16-bit dtype and in host memory.
             new: weights to encode, with the dtype and shape of `old`.
             out: uint8 [2 n].
+            last_change: int16 [n], equal for the sender and the receivers of the weights. Both methods update it. A
+                message that contains the weights themselves sets it to zero.
         """
 
-    def decode(self, encoded: Tensor, weights: Tensor) -> None:
+    def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
         """Replace the previous `weights`, 1-D [n], with the weights of the message `encoded`, 1-D uint8.
 
         Raises:
@@ -80,9 +85,10 @@ class Int4Difference:
     """
 
     lossless: ClassVar[bool] = False
+    predicts: ClassVar[bool] = False
     _blocks: ClassVar[Int4Blocks] = Int4Blocks(feedback=False)
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
         """Encode the difference between `new` and `old`. See :class:`DifferenceCodec` for the arguments."""
         size = self.message_bytes(len(new))
         is_encoded = size < new.nbytes
@@ -98,7 +104,7 @@ class Int4Difference:
         self.decode(out[:size], new.copy_(old))
         return size
 
-    def decode(self, encoded: Tensor, weights: Tensor) -> None:
+    def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
         """Add the difference in a message to `weights`. See :class:`DifferenceCodec` for the arguments."""
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)

@@ -11,7 +11,8 @@ on all ranks, and use a communicator that no other code uses.
 
 With the message size, each rank sends a flag that requests a full refresh. If any rank sets the flag, all ranks send
 their cast masters without encoding. A rank requests a full refresh for its first refresh, when replicas may have
-different weights, and after a load, a write by the user, a change of shard boundaries or a failed step.
+different weights, and after a load, a write by the user, a change of shard boundaries or a failed step. A full refresh
+also resets the last changes, from which a codec may predict the next ones.
 
 A flipped bit in the previous weights of a replica would persist in its weights. Therefore, in every
 `COMPARE_EVERY`-th refresh of a handle, each rank also sends a digest of its previous ZeRO-3 shard. If the digests
@@ -107,6 +108,8 @@ class RefreshInput:
     master: Tensor  # masters of this rank's part, 1-D
     in_full: bool  # True if this rank asks for a full refresh
     compares: bool  # True if the ranks compare digests; the same on all ranks
+    # Last change of each weight of the ZeRO-3 shard, int16, equal on all replicas; None if the codec does not predict.
+    last_change: Tensor | None = None
 
 
 @dataclass
@@ -140,10 +143,12 @@ class EncodedRefresher:
 
     Attributes:
         lossless: True if compute weights equal the cast masters after each refresh.
+        predicts: True if refreshes need the last change of each weight.
     """
 
     def __init__(self, comm: Communicator, codec: DifferenceCodec, pool: BufferPool) -> None:
         self.lossless = codec.lossless
+        self.predicts = codec.predicts
         self._comm = comm
         self._codec = codec
         self._pool = pool
@@ -195,10 +200,11 @@ class EncodedRefresher:
         """Encode this rank's part, exchange the sizes of the messages, and launch the messages."""
         inputs, rank = refresh.given, self._comm.rank
         own_part = torch.split(inputs.shard, inputs.sizes)[rank]
+        own_change = None if inputs.last_change is None else torch.split(inputs.last_change, inputs.sizes)[rank]
         sizes = refresh_buffer_sizes(own_part.numel(), inputs.shard.numel(), own_part.dtype)
         new, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
         new.copy_(inputs.master)
-        size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, new, message)
+        size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, new, message, own_change)
         old_digest = int(digest(inputs.shard), 16) - 2**63 if inputs.compares and not inputs.in_full else 0
         header = all_gather_small(
             self._comm,
@@ -211,6 +217,8 @@ class EncodedRefresher:
         sends_full = any(requests_full for _, requests_full, _ in refresh.headers)
         if sends_full:
             new.copy_(inputs.master)  # a codec that is not lossless has changed the weights
+            if own_change is not None:
+                own_change.zero_()
             refresh.headers = [[numel * own_part.itemsize, 1, 0] for numel in inputs.sizes]
         self._require_equal(refresh)
         own_part.copy_(new)
@@ -242,12 +250,14 @@ class EncodedRefresher:
         self._wait(refresh.works)
         nbytes = [each[0] for each in refresh.headers]
         messages = torch.split(refresh.received[: sum(nbytes)], nbytes)
-        parts = torch.split(refresh.given.shard, refresh.given.sizes)
-        for rank, (message, part) in enumerate(zip(messages, parts, strict=True)):
+        shard, last_change, sizes = refresh.given.shard, refresh.given.last_change, refresh.given.sizes
+        parts = torch.split(shard, sizes)
+        changes = [None] * len(parts) if last_change is None else torch.split(last_change, sizes)
+        for rank, (message, part, change) in enumerate(zip(messages, parts, changes, strict=True)):
             if rank == self._comm.rank:
                 continue
             try:
-                self._codec.decode(message, part)
+                self._codec.decode(message, part, change)
             except ValueError as error:
                 raise RuntimeError(
                     f"layerzero: the refresh of {refresh.given.name!r} received a damaged message from rank "

@@ -40,15 +40,15 @@ def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshSp
     numel = max(_NUMEL // max(1, comm.size - 1), 2**16)
     old = torch.randn(numel, generator=generator)
     new = (old + 0.02 * torch.randn(numel, generator=generator)).bfloat16()
-    old = old.bfloat16()
+    old, last_change = old.bfloat16(), torch.zeros(numel, dtype=torch.int16)
     buffer = torch.empty(comm.size * new.nbytes, dtype=torch.uint8)
     codec.encode(old[:1000], new[:1000], buffer[:2000])  # imports the package
     all_gather_small(comm, Collective.METADATA, torch.zeros(1)).wait()
     began = time.perf_counter()
     all_gather(comm, Collective.METADATA, buffer, new.view(torch.uint8)).wait()
     sent = time.perf_counter()
-    encoded = buffer[: codec.encode(old, new, buffer[: new.nbytes])]
+    encoded = buffer[: codec.encode(old, new, buffer[: new.nbytes], last_change)]
     for _ in range(comm.size - 1):
-        codec.decode(encoded, old.clone())
+        codec.decode(encoded, old.clone(), last_change)
     plain_seconds, codec_seconds = sent - began, time.perf_counter() - sent
     return RefreshSpeed(plain_seconds, plain_seconds * encoded.numel() / new.nbytes + codec_seconds)

@@ -74,6 +74,8 @@ class WeightStorage:
         host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. If it is None, the shard is on the device.
         state: state of the full buffer.
         refresh_in_full: True if the next refresh must not be sent as differences.
+        last_change: last change of each compute weight, 1-D [G / S], int16, from which `refresher` predicts the next
+            change; None if it predicts nothing. See [Note: Lossless differences] in utils/lossless_differences.py.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class WeightStorage:
         else:
             self.buffer = mesh.transport.full_buffer(layout, dtype, options._replace(host_shard=self.host_shard))
         self._own_part = self.zero3_shard[grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)]
+        predicts = refresher is not None and refresher.predicts
+        self.last_change = torch.zeros(numel, dtype=torch.int16) if predicts else None
         self.master = self._new_master()
         self.compute = self.buffer.full.data
 
@@ -324,6 +328,7 @@ class WeightStorage:
                 self.master,
                 in_full=in_full or self.refresh_in_full,
                 compares=self._encoded_refreshes % COMPARE_EVERY == 0,
+                last_change=self.last_change,
             )
         )
         self.refresh_in_full = False

@@ -13,6 +13,7 @@ import torch
 
 from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
 from layerzero.comm.collectives import Collective
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
@@ -124,6 +125,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
         f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
         "full_buffer": 0,
         "residual": _residual_bytes(handle, grid),
+        "refresh_state": _refresh_state_bytes(handle, grid, config),
     }
 
 
@@ -133,6 +135,13 @@ def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
     if not handle.trainable or not any(has_feedback(codec) for codec in codecs):
         return 0
     return residual_numel(handle.layout, grid) * torch.bfloat16.itemsize
+
+
+def _refresh_state_bytes(handle: HandleSpec, grid: ShardGrid, config: LayerZeroConfig) -> int:
+    """Return the size of the last changes of weights, from which lossless refreshes are predicted."""
+    if not handle.encodes_refresh or isinstance(config.refresh_codec, Int4Difference):
+        return 0
+    return grid.numel(handle.layout, Extent.ZERO3) * torch.int16.itemsize
 
 
 def _accumulator_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:

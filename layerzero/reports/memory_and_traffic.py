@@ -37,6 +37,7 @@ class MemoryReport:
       allocator between backward passes, and this is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
+    - ``refresh_state``: last change of each compute weight, from which ``refresh_codec="lossless"`` predicts the next.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
     - ``outer``: anchors and momentum of :func:`layerzero.outer`. This kind is measured but not predicted.
 
@@ -239,6 +240,7 @@ def measure_memory(runtime: LayerZeroState) -> dict[str, int]:
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
         measured[kind] += weights.zero3_shard.nbytes
         prefix = "host_" if weights.to_host is not None else ""
+        measured["refresh_state"] += 0 if weights.last_change is None else weights.last_change.nbytes
         measured[f"{prefix}zero1_shard"] += 0 if weights.shares_master else _storage_bytes(weights.master)
         measured["full_buffer"] += handle.gathered_bytes
         if handle.gradients is not None:

@@ -2,9 +2,12 @@
 
 [Note: Lossless differences]
 An optimizer step changes most weights by a few units in the last place. The bit patterns of a bf16 weight before and
-after the step therefore differ by a small integer, modulo 2^16. Its sign is moved to the lowest bit (zigzag encoding),
-so that the high bytes of most differences are zero. The low bytes and the high bytes are then compressed separately.
-The decoder adds the differences to the previous bit patterns. All bit patterns are restored exactly, also those of NaN.
+after the step therefore differ by a small integer, modulo 2^16. Optimizers with momentum repeat most of the previous
+change, so sender and receiver may predict a difference: 7/8 of the last one. Only the error of the prediction is then
+sent. Integers, unlike floating-point numbers, give the same prediction on all processors. The sign of each number is
+moved to its lowest bit (zigzag encoding), so that the high bytes of most numbers are zero. The low bytes and the high
+bytes are then compressed separately. The decoder adds the differences to the previous bit patterns. All bit patterns
+are restored exactly, also those of NaN.
 
 A message begins with two int32 numbers for each piece of `_AT_ONCE` weights: the sizes of its compressed low and high
 bytes. A message that would not be smaller than the weights contains the weights themselves. The receiver recognizes
@@ -53,6 +56,7 @@ class LosslessDifferences:
 
     compression: str
     lossless: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.compression not in COMPRESSIONS:
@@ -67,13 +71,16 @@ class LosslessDifferences:
             return cls("zlib")
         return cls("zstd")
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
         """Encode `new` into the beginning of `out`, and return the size of the message in bytes.
 
         Args:
             old: previous weights, 1-D [n], in a 16-bit dtype and in host memory.
             new: weights to encode, with the dtype and shape of `old`.
             out: uint8 [2 n].
+            last_change: int16 [n], differences of the previous message, which predict those of this message and are
+                replaced by them. Zeros before the first message, and set to zeros by a message that contains the
+                weights themselves. None: send the differences without a prediction.
         """
         compress = self._compressor()
         before, after = old.view(torch.int16), new.view(torch.int16)
@@ -81,6 +88,10 @@ class LosslessDifferences:
         end = 8 * len(_piece_slices(len(new)))
         for piece in _piece_slices(len(new)):
             change = after[piece] - before[piece]
+            if last_change is not None:
+                prediction = _predict(last_change[piece])
+                last_change[piece] = change
+                change -= prediction
             sign = change >> 15
             change <<= 1
             change ^= sign  # zigzag: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
@@ -89,6 +100,8 @@ class LosslessDifferences:
                 packed = compress(plane)
                 if end + len(packed) >= out.numel():
                     out.copy_(new.view(torch.uint8))
+                    if last_change is not None:
+                        last_change.zero_()
                     return out.numel()
                 out[end : end + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
                 sizes.append(len(packed))
@@ -96,8 +109,10 @@ class LosslessDifferences:
         out[: 4 * len(sizes)] = torch.tensor(sizes, dtype=torch.int32).view(torch.uint8)
         return end
 
-    def decode(self, encoded: Tensor, weights: Tensor) -> None:
+    def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
         """Replace the previous `weights`, 1-D [n], by the weights of the message `encoded`, 1-D uint8.
+
+        `last_change` must be equal to that of :meth:`encode`, and changes in the same way.
 
         Raises:
             ValueError: the message is damaged, or was not encoded for `weights` of this size.
@@ -105,6 +120,8 @@ class LosslessDifferences:
         """
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)
+            if last_change is not None:
+                last_change.zero_()
             return
         decompress, bits, pieces = self._decompressor(), weights.view(torch.int16), _piece_slices(len(weights))
         sizes = encoded[: 8 * len(pieces)].clone().view(torch.int32).tolist()  # a clone is aligned
@@ -123,6 +140,9 @@ class LosslessDifferences:
             change >>= 1
             change &= 0x7FFF
             change ^= sign
+            if last_change is not None:
+                change += _predict(last_change[piece])
+                last_change[piece] = change
             bits[piece] += change
 
     @staticmethod
@@ -158,6 +178,10 @@ class LosslessDifferences:
                 raise ValueError(f"a piece cannot be decompressed: {error}") from error
 
         return decompress
+
+
+def _predict(last_change: Tensor) -> Tensor:
+    return last_change - (last_change >> 3)
 
 
 def _zstd_decompressor() -> _Decompress:

@@ -284,11 +284,44 @@ def test_a_rank_can_ask_for_a_full_refresh(tmp_path: Path) -> None:
     run_ranks(_asked, tmp_path)
 
 
+def _predicted(rank: int) -> None:
+    """All replicas have the last change of each weight, and full refreshes reset it."""
+    model = _shard(2, "lossless")
+    optimizers = make_adamw(model)
+    handles = [handle.weights for handle in get_state(model).handles]
+    assert all(not weights.last_change.any() for weights in handles)
+    for step in range(4):
+        before = [weights.read_zero3().clone().view(torch.int16) for weights in handles]
+        _step(model, optimizers, rank, step)
+        for weights, old in zip(handles, before, strict=True):
+            change = weights.read_zero3().view(torch.int16) - old
+            assert change.any()
+            assert torch.equal(weights.last_change, change if step else torch.zeros_like(change)), step
+    report = layerzero.memory(model)
+    kept = sum(weights.zero3_shard.nbytes for weights in handles)
+    assert report.measured["refresh_state"] == report.predicted["refresh_state"] == kept
+    if rank == 0:  # one rank asks for full refreshes
+        for weights in handles:
+            weights.refresh_in_full = True
+    _step(model, optimizers, rank, 4)
+    for weights in handles:
+        weights.finish_refresh()
+        assert weights.last_change.any() == bool(rank % 2), "ranks 0 and 2 have the same ZeRO-3 shards"
+    model = _shard(2, layerzero.Int4Difference())
+    assert layerzero.memory(model).measured["refresh_state"] == layerzero.memory(model).predicted["refresh_state"] == 0
+
+
+@BOTH
+def test_the_last_changes_of_weights_are_equal_on_all_replicas(shared_memory: str | None) -> None:
+    run_ranks(_predicted, shared_memory=shared_memory)
+
+
 class _Useless(LosslessDifferences):
     """Codec whose messages are never smaller than the weights."""
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
         out.copy_(new.view(torch.uint8))
+        last_change.zero_()
         return out.numel()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -118,6 +119,63 @@ def test_fine_tuning_needs_fewer_bits_than_training_from_scratch(compression: st
         bits.append(_encoded(codec, old, new).numel() * 8 / len(new))
     assert bits[0] < bits[1] < bits[2] < 8
     assert bits[0] < 2
+
+
+def _versions(steps: int, numel: int) -> list[Tensor]:
+    """Return the bf16 weights of `steps` updates with momentum."""
+    generator = torch.Generator().manual_seed(7)
+    weights, update = torch.randn(numel, generator=generator), torch.zeros(numel)
+    versions = [weights.bfloat16()]
+    for _ in range(steps):
+        update = 0.9 * update + 1e-3 * torch.randn(numel, generator=generator)
+        weights = weights + update
+        versions.append(weights.bfloat16())
+    return versions
+
+
+@CODECS
+@pytest.mark.parametrize("numel", [1, 5000, _AT_ONCE + 77])
+def test_predictions_from_the_last_change_save_bytes_and_no_bits(compression: str, numel: int) -> None:
+    codec, versions = LosslessDifferences(compression), _versions(6, numel)
+    sent, received = (torch.zeros(numel, dtype=torch.int16) for _ in range(2))
+    weights, sizes = versions[0].clone(), []
+    for old, new in pairwise(versions):
+        out = torch.empty(new.nbytes, dtype=torch.uint8)
+        message = out[: codec.encode(old, new, out, sent)]
+        codec.decode(message, weights, received)
+        assert torch.equal(_bits(weights), _bits(new))
+        assert torch.equal(sent, received)
+        if message.numel() < new.nbytes:
+            assert torch.equal(sent, _bits(new) - _bits(old))
+        sizes.append((message.numel(), _encoded(codec, old, new).numel()))
+    if numel >= 5000:
+        assert sizes[0][0] == sizes[0][1], "the first change is not predicted"
+        assert sum(predicted for predicted, _ in sizes[2:]) < 0.95 * sum(unpredicted for _, unpredicted in sizes[2:])
+
+
+@CODECS
+def test_every_pair_of_bit_patterns_is_restored_with_predictions(compression: str) -> None:
+    codec, every = LosslessDifferences(compression), torch.arange(2**16).to(torch.int16)
+    for last in (0, 1, -1, 7, -8, 0x7FFF, -0x8000):
+        sent, received = (torch.full_like(every, last) for _ in range(2))
+        weights, new = torch.full_like(every, -3).view(torch.bfloat16), every.view(torch.bfloat16)
+        out = torch.empty(new.nbytes, dtype=torch.uint8)
+        codec.decode(out[: codec.encode(weights, new, out, sent)], weights, received)
+        assert torch.equal(_bits(weights), every), last
+        assert torch.equal(sent, received)
+
+
+@CODECS
+def test_weights_that_are_sent_as_they_are_reset_the_predictions(compression: str) -> None:
+    codec, generator = LosslessDifferences(compression), torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, (2, 2 * _AT_ONCE), generator=generator, dtype=torch.int32)
+    old, new = bits.to(torch.int16)
+    sent, received = (torch.full_like(old, 5) for _ in range(2))
+    message = torch.empty(new.nbytes, dtype=torch.uint8)
+    assert codec.encode(old, new, message, sent) == new.nbytes
+    codec.decode(message, old, received)
+    assert torch.equal(old, new)
+    assert not sent.any() and not received.any()
 
 
 @CODECS
