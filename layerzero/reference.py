@@ -51,7 +51,7 @@ class Slot:
     offset: int  # in elements, from the start of the flat order
 
     def rows_in(self, elements: range) -> slice:
-        """Return the part of a range of flat positions that this parameter occupies, relative to the range's start."""
+        """Return the slice of `elements`, a range of flat positions, that contains elements of this parameter."""
         start = max(self.offset, elements.start)
         stop = max(start, min(self.offset + prod(self.shape), elements.stop))
         return slice(start - elements.start, stop - elements.start)
@@ -208,6 +208,7 @@ class ReferenceModel:
             different units would be matched with each other.
         zero3_group: group of the S ranks in this replica, which share compute weights.
         replica_group: group of the R ranks with the same s, one from each replica.
+        compute_dtype: dtype of gathered parameters, and of floating-point inputs of units. Masters are fp32.
 
     Example::
 

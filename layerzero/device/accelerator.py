@@ -81,7 +81,7 @@ class CurrentStream:
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream | None:
-        """Return the object for a device, or None for the CPU, which has no streams."""
+        """Return a :class:`CurrentStream` for a device, or None for the CPU, which has no streams."""
         module = device_module(device)
         return None if module is None else cls(module)
 
@@ -126,9 +126,9 @@ class StreamUses:
             self._streams.append(stream)
 
     def record_events(self) -> list[StreamEvent]:
-        """Record one event per stream, after the stream's uses of the buffer so far, and return the events.
+        """Return one event for each recorded stream, which completes after the stream's uses of the buffer so far.
 
-        The list of streams is cleared.
+        The record of streams is cleared.
         """
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
@@ -179,7 +179,7 @@ class HostDeviceCopies:
 
         The copy runs after the work enqueued so far on the current stream, after the events in `after`, and after
         earlier copies in the same direction. Until :meth:`wait` is called with the returned event, `target` must not be
-        used and `source` must not be written.
+        used and `source` must not be written. If `to_host` is True, `target` is in host memory, otherwise `source`.
         """
         if self._copy_streams is None:
             target.copy_(source)

@@ -30,7 +30,7 @@ _USUAL = 2  # number of buffers of a size that was not predicted: one is filled 
 
 
 def bytes_of_buffers(buffers: Mapping[Size, int]) -> int:
-    """Return the number of bytes of buffers, given their number by size."""
+    """Return the total number of bytes in `buffers`, which contains the number of buffers of each size."""
     return sum(count * numel * dtype.itemsize for (numel, dtype), count in buffers.items())
 
 
@@ -38,8 +38,8 @@ class UnitFootprint(NamedTuple):
     """Memory that one unit uses while it is gathered."""
 
     nbytes: int  # bytes of the unit's full buffers
-    reshards: bool | int  # True if the full buffers are freed after a forward pass
-    post_forward_ranks: Hashable  # identifies the mesh on which the unit is gathered
+    reshards: bool | int  # nonzero if full buffers are freed after the forward pass and after the backward pass
+    post_forward_ranks: Hashable  # key of the mesh on which the unit is gathered
     kept: int = 0  # bytes of the unit's post-forward shards
 
 
@@ -62,14 +62,14 @@ class BufferPool:
 
     In the steady state, the pool allocates no memory. All predicted buffers of a size are allocated together, and the
     buffer that was released last is reused first. Unused buffers then occupy address space but no memory. The pool
-    allocates more buffers if needed. :meth:`of` returns the pool for any device.
+    allocates more buffers if needed. :meth:`of` returns a pool for any device.
 
     Args:
-        predicted: number of buffers that may be in use at once, by size.
+        predicted: number of buffers that may be in use at the same time, by size.
 
     Attributes:
         predicted_bytes: number of bytes that the pool allocates if no more than the predicted buffers are needed.
-        most_bytes: maximum number of bytes allocated at once so far.
+        most_bytes: maximum number of bytes that were allocated at the same time so far.
     """
 
     def __init__(self, device: torch.device, predicted: Mapping[Size, int] = MappingProxyType({})) -> None:
@@ -83,17 +83,20 @@ class BufferPool:
 
     @staticmethod
     def of(device: torch.device) -> BufferPool:
-        """Return the pool for a device."""
+        """Return a new pool for a device."""
         order = CurrentStream.of(device)
         return BufferPool(device) if order is None else DeviceBufferPool(device, order)
 
     def set_expected(self, buffers: Mapping[Size, int], nbytes: int) -> None:
-        """Set the predicted number of buffers by size, and their bytes. Call this before the first buffer is used."""
+        """Set the predicted number of buffers by size, and their total number of bytes, `nbytes`.
+
+        Call this method before the first buffer is used.
+        """
         self.expected = dict(buffers)
         self.predicted_bytes = nbytes
 
     def add_expected(self, buffers: Mapping[Size, int]) -> None:
-        """Add buffers that will be in use while none of the buffers predicted so far is in use."""
+        """Predict more buffers, which are never in use at the same time as those predicted so far."""
         self.expected = Counter(self.expected) | Counter(buffers)
         self.predicted_bytes = bytes_of_buffers(self.expected)
 
@@ -119,7 +122,7 @@ class BufferPool:
             self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
     def trim(self) -> None:
-        """Return the memory of released buffers to the allocator of a device.
+        """Return the memory of released buffers to the device's allocator. A pool in host memory keeps its buffers.
 
         The stream that owns the memory waits for the last use of each buffer.
         """
@@ -143,18 +146,18 @@ class DeviceBufferPool(BufferPool):
     and after a refresh with `offload_params`, :meth:`trim` is called in the middle of the next forward pass.
 
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
-    an event. While the buffers take less than `predicted_bytes`, a request gets new memory and waits for nothing. After
-    that, the buffer that was released first is reused, or its memory is returned to the allocator, and the stream waits
-    for the event. The prediction has room for two units: one unit is reduced while the gradients of the next unit
-    arrive.
+    an event. While all buffers together are smaller than `predicted_bytes`, :meth:`acquire` allocates new memory and
+    does not wait. After that, the buffer that was released first is reused, or its memory is returned to the allocator,
+    and the stream waits for the event. The prediction has room for two units: one unit is reduced while the gradients
+    of the next unit arrive.
 
     The allocator reuses memory on the stream to which the memory belongs. Therefore this stream first waits for the
-    last use. ``record_stream`` would defer the reuse instead. In a loop of micro-batches, this would need more memory
-    with each micro-batch by which the host is ahead of the device. It is used only if the pool is deleted while buffers
-    are in use, because a model may be deleted after a backward pass inside no_sync.
+    last use. ``record_stream`` would defer the reuse instead. In a loop of micro-batches, the memory would then grow
+    with the number of micro-batches by which the host is ahead of the device. ``record_stream`` is used only if the
+    pool is deleted while buffers are in use, because a model may be deleted after a backward pass inside no_sync.
 
-    If more bytes are in use at once than predicted, for example after parameters were unfrozen, the pool makes room for
-    twice as many.
+    If more bytes are in use at the same time than predicted, for example after parameters were unfrozen, the pool may
+    grow to twice the maximum number of bytes in use.
     """
 
     def __init__(self, device: torch.device, order: CurrentStream) -> None:
@@ -292,7 +295,7 @@ class FullBufferPool:
             self._free(storage, None if self._order is None else self._order.record_event())
 
     def _free(self, storage: UntypedStorage, used: StreamEvent) -> None:
-        """Return the memory of a storage to the allocator, to be reused after `used`."""
+        """Return the memory of a storage to the allocator, which reuses it only after the event `used`."""
         stream = self._streams.pop(storage.data_ptr(), None)
         if stream is not None and used is not None:
             stream.wait_event(used)

@@ -25,7 +25,7 @@ __all__ = ["Fetch", "HostShard"]
 
 @dataclass(frozen=True)
 class Fetch:
-    """Pending copy of a shard from host memory to the device. Used when no collective follows the copy."""
+    """Pending copy of a shard from host memory to the device."""
 
     transfers: HostDeviceCopies
     mark: StreamEvent

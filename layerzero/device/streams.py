@@ -16,11 +16,11 @@ The buffers of a reduction belong to its handle, and the host does not use them 
 Therefore the threads and the host share only pools, slabs and records of operations. Each of these has a lock, or one
 writer per entry. The host itself launches the first collective of a reduction, in program order, because this
 collective needs the accumulators in a slab. If a thread copied the accumulators to a slab later, the thread might reuse
-the slab to which the next gradients are being written. A failure in a thread is stored, and dependent operations are
-skipped. The host raises the failure at the end of the backward pass. After the failure of a collective, training cannot
-continue. Such a failure is raised as soon as the host enqueues more work or waits for a thread. If the host is waiting
-for a gather at that time, the gather also fails. The error of the gather is more informative, because it names the
-ranks that are in another collective.
+the slab to which the next gradients are being written. An error in a thread is stored, and dependent operations are
+skipped. The host raises the error at the end of the backward pass. After a collective has failed, training cannot
+continue. The host therefore raises such an error as soon as it enqueues more work or waits for a thread. If the host is
+waiting for a gather at that time, the gather also fails. The error of the gather is more informative, because it names
+the ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def gradients_ready(self) -> Waitable:
-        """Record and return an event that follows the work enqueued by the program so far, including gradients."""
+        """Record and return an event that completes after the program's work so far, which includes its gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Drop the oldest events in `marks` until at most `most` remain.
@@ -119,7 +119,7 @@ class ReductionStreams(ABC):
         """Keep the memory of a tensor, even after the tensor is freed, until all work enqueued so far has run."""
 
     def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
-        """Raise an error if a collective for which a background thread has waited has failed."""
+        """Raise the stored error if a background thread has found that a collective failed."""
 
     def close(self) -> None:  # noqa: B027 - most subclasses have no threads
         """End the stream threads once they have completed their pending work."""
@@ -275,7 +275,7 @@ class ThreadStream(Stream):
 
 
 class ThreadStreams(ReductionStreams):
-    """Streams that are threads; see [Note: State shared by threads]."""
+    """Reduction streams that run in host threads; see [Note: State shared by threads]."""
 
     off_main_thread = True
 
@@ -343,7 +343,7 @@ class _ImmediateStream(Stream):
 
 
 class ImmediateStreams(ReductionStreams):
-    """Streams that run each operation immediately, without overlap."""
+    """Reduction streams that run each operation immediately in the calling thread, without overlap."""
 
     def __init__(self) -> None:
         self.launches = self.zero3 = self.replica = _ImmediateStream()
@@ -423,7 +423,11 @@ class DeviceStreams(ReductionStreams):
 
 
 def make_reduction_streams(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
-    """Return the streams for the reductions of a model; see [Note: Streams]."""
+    """Return the streams for the reductions of a model; see [Note: Streams].
+
+    Args:
+        on_gloo: True if gloo reduces the gradients.
+    """
     if device_module(device) is not None:
         return DeviceStreams(device)
     return ThreadStreams() if on_gloo else ImmediateStreams()

@@ -74,7 +74,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
 
 
 def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
-    """Register state-dict hooks that return buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
+    """Register state-dict hooks that cast saved buffers to their original dtype; see [Note: Dtype of saved buffers]."""
     dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
     for buffer in buffers:
         if (module := buffer.module()) is not None:

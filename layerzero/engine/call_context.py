@@ -25,7 +25,7 @@ _SHOWN = 4  # maximum number of buffers in a message
 def call_with_hooks(
     self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
 ) -> Any:
-    """Call `method` of a module between the hooks `before` and `after`.
+    """Call `method` of a module between the hooks `before` and `after`, and return the result of `after`.
 
     If `method` raises, `after` receives None as the output.
     """
@@ -39,12 +39,12 @@ def call_with_hooks(
 
 
 def is_called(modules: Sequence[nn.Module]) -> bool:
-    """Return whether the stack contains a call to one of a unit's modules. After an interrupt, it does not."""
+    """Return whether a call to one of `modules` is on the Python call stack. Interrupted calls have left the stack."""
     return _calls_on_stack(modules) > 0
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit is calling itself. In this case, the stack contains several calls to the unit's modules."""
+    """Return whether more than one call to the modules of one unit, `modules`, is on the Python call stack."""
     return _calls_on_stack(modules) > 1
 
 

@@ -4,7 +4,7 @@
 Compute weights are casts of the masters, so weights in full precision must be gathered from the ZeRO-1 shards. The
 first all-gather runs along the replica axis, into this rank's slice of the full buffer. The second all-gather runs
 along the zero3 axis. All data-parallel ranks take part, even if they share memory or do not need to gather compute
-weights. If the compute dtype of a handle represents the masters exactly, the handle is gathered as usual.
+weights. If the compute dtype of a handle represents the masters exactly, its compute weights are gathered instead.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 Each rank of the ZeRO-3 group contributes a part of the result of a gather. If one rank gathers unit A while another
 rank gathers unit B, the result has the right size but wrong contents, or the backend aborts. A comparison before each
 gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers.
-The rank finds the position in the history whose context matches the latest gathers over the greatest length, and the
-most recent one among equals. It predicts the gather that followed that position. Equal histories lead to equal
+The rank searches the history for the longest sequence that equals the latest gathers. Among sequences of equal length,
+it selects the most recent one. It predicts the gather that followed this sequence. Equal histories lead to equal
 predictions. If two ranks gather different units, the prediction of at least one of them is therefore wrong. A rank
 whose prediction is wrong or missing compares its next gather with those of the other ranks before it gathers. A loop
 with identical steps needs no comparisons after the first step.
@@ -37,12 +37,12 @@ _KEPT = (
 
 
 class GatherOrderCheck:
-    """This rank's part of the check that all `ranks` gather the units of a model in the same order.
+    """Comparison of the order in which this rank gathers the units of a model with the orders of the other `ranks`.
 
     Every rank has its own instance.
 
     Args:
-        names: names of the units, by index.
+        names: names of the gathers, by index.
         comms: communicators that together reach all `ranks`. Consecutive all-gathers over these communicators return
             results in the order of `ranks`.
         ranks: global ranks that take part in the gathers.
@@ -63,6 +63,9 @@ class GatherOrderCheck:
 
     def check(self, unit: int) -> None:
         """Raise if another rank gathers a different unit next. Call this method before each gather.
+
+        Args:
+            unit: index of this rank's next gather in the names.
 
         Raises:
             RuntimeError: the orders differ. The message lists the order of each rank.

@@ -116,7 +116,10 @@ class GatheredParams:
     def make(
         self, place: slice, original: Tensor, model_parallel: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
-        """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`."""
+        """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`.
+
+        If `offers_main_grad` is True, the parameter has ``main_grad``, unless it is a DTensor.
+        """
         full = self._compute[place].view(original.shape)
         if not keeps_order(original):
             self._strided.append(StridedParam(full, like=original))

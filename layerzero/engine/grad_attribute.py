@@ -29,16 +29,19 @@ class GradAttribute:
         self.gradients = gradients
         self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, during a backward pass: whether the parameter had a .grad before the pass, and the error for reads of
-        # it at that time, or None.
+        # By slot, during a backward pass: True if the parameter had a .grad before the pass, and the error message for
+        # reads of this .grad, or None if it could be read.
         self._withheld: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
-        Access to ``.grad`` raises while contributions are unreduced, or while the ranks have not `agreed` on the used
-        parameters. Until the ranks agree, a ``.grad`` is also set on parameters that perhaps only another rank has
-        used. This rank may store rows of such gradients, and must therefore detect zero_grad().
+        Access to ``.grad`` raises while contributions are unreduced, or while `agreed` is False. In the latter case, a
+        ``.grad`` is also set on parameters that perhaps only another rank has used. This rank may store rows of such
+        gradients, and must therefore detect zero_grad().
+
+        Args:
+            agreed: True if the ranks have agreed on the used parameters.
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()

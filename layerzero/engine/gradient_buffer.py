@@ -1,4 +1,4 @@
-"""Accumulate the gradients of one handle in a buffer, and keep the state of each slot.
+"""Accumulate the gradients of one handle in a buffer, and track the state of each slot.
 
 [Note: Write rules of gradient buffers]
 The first write to a slot overwrites the contents, and later writes add to them. Sealing the buffer fills unwritten
@@ -111,7 +111,7 @@ class GradientBuffer:
         self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
     def add_buffer(self, other: GradientBuffer) -> None:
-        """Add the contents of another buffer of the same extent to this buffer, and discard them there."""
+        """Add the contents of another buffer of the same extent to this buffer, and then discard the other buffer."""
         for slot, part in other.filled_parts():
             self.add(slot, part)
         other.discard()
@@ -158,7 +158,7 @@ class GradientBuffer:
         self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
-        """Mark each exposed slot in `slots` as empty, and so discard gradients that kernels have added to it."""
+        """Mark each exposed slot in `slots` as empty, which discards the gradients that kernels have added to it."""
         for slot in slots:
             if self._states[slot] == SlotState.EXPOSED:
                 self._states[slot] = SlotState.EMPTY

@@ -31,7 +31,7 @@ _SLABS = 2
 
 
 class AccumulatorAllocator:
-    """Allocator of storages for the accumulators of a model.
+    """Allocator of memory for the gradient accumulators of a model.
 
     Args:
         device: device on which accumulators are used.
@@ -61,7 +61,7 @@ class AccumulatorAllocator:
         dtype: torch.dtype,
         send_buffer: Callable[[int, torch.dtype], SendBuffer] | None = None,
     ) -> GradientStorage:
-        """Return a storage of `numel` elements for a handle of `unit`.
+        """Return a new storage of `numel` elements for a handle of `unit`.
 
         Args:
             send_buffer: function that creates the memory of an accumulator that the transport sends. It is None if the
@@ -83,6 +83,7 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
 
     Args:
         sizes: size of each accumulator in bytes, in one sequence per unit.
+        offloaded: True if accumulators are kept in host memory, and slabs on the device.
     """
     total = sum(map(sum, sizes))
     if not offloaded:
@@ -97,7 +98,7 @@ def _align_nbytes(nbytes: int) -> int:
 
 
 class OffloadedStorage(GradientStorage):
-    """Storage of an accumulator that is in host memory and is used in a slab; see [Note: Two slabs]."""
+    """Storage of an accumulator that is kept in host memory and copied to a slab for use; see [Note: Two slabs]."""
 
     lasting = False
 

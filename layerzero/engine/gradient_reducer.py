@@ -47,8 +47,7 @@ class GradientReducer:
         backwards: number of backward passes begun so far.
         queue: queue that starts the reductions of the handles, in the same order on all ranks.
         settings: object that compares optimizer settings between ranks.
-        lazy_grad: object that completes reads of ``.grad``. It is pending until the ranks have agreed on the used
-            parameters.
+        lazy_grad: object that makes reads of ``.grad`` wait until the ranks have agreed on which parameters were used.
     """
 
     def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
@@ -66,8 +65,8 @@ class GradientReducer:
         self._order: list[Handle] = []  # handles in the order of the queue
         self._rebuild_queue()
         self.settings = SettingsCheck(model_ranks)
-        self._last_use: PendingUse | None = None  # the latest reduction of used parameters
-        self._pending_use: PendingUse | None = None  # the same reduction, until it has been waited for
+        self._last_use: PendingUse | None = None  # the latest exchange of usage bytes
+        self._pending_use: PendingUse | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
         self.lazy_grad = LazyGrad(self._publish_when_agreed)
@@ -113,7 +112,7 @@ class GradientReducer:
         """Begin a backward pass: apply the user's changes to ``.grad``, and hide ``.grad`` until the pass ends.
 
         Args:
-            reduces: True if the pass reduces gradients over all ranks, as in :meth:`finish`.
+            reduces: True if the pass reduces gradients over all ranks; see :meth:`finish`.
         """
         self.backwards += 1
         self.apply_user_grads()
@@ -233,7 +232,11 @@ class GradientReducer:
     # [Note: Error feedback] in handle_gradients.py explains the next three methods.
 
     def scale_residuals(self, factor: Tensor) -> None:
-        """Multiply the stored errors of encoded gradients by the factor by which the gradients were clipped."""
+        """Multiply the stored errors of encoded gradients by `factor`, the coefficient that clipped the gradients.
+
+        Args:
+            factor: scalar tensor. If it is not finite, the errors are set to zero.
+        """
         candidates = (handle.gradients.residual_to_scale for handle in self._handles if handle.gradients is not None)
         if residuals := [each for each in candidates if each is not None]:
             factor = factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -250,7 +253,7 @@ class GradientReducer:
             gradients.record_drop(slots)
 
     def _slots_of(self, params: Sequence[ManagedParam]) -> Iterator[tuple[HandleGradients, list[int]]]:
-        """Yield the gradients of each handle that can have errors, with the slots of `params` in the handle."""
+        """Yield the gradients of each handle that stores codec errors, and the slots of `params` in that handle."""
         ids = {id(param) for param in params}
         for handle in self._handles:
             if handle.gradients is not None and handle.gradients.residual is not None:
@@ -314,13 +317,13 @@ class GradientReducer:
     # Agreement
 
     def _agree_on_use(self) -> bytes | PendingUse:
-        """Start the reduction of used parameters over all ranks.
+        """Start the exchange that determines which parameters any rank has used.
 
         If this rank has used every parameter, the result is known in advance. In this case, the rank still sends its
-        bytes, but does not wait for the bytes of other ranks.
+        usage bytes, but does not wait for the bytes of other ranks.
 
         Returns:
-            One :class:`GradUsage` byte per parameter if the result is already known, otherwise the pending reduction.
+            One :class:`GradUsage` byte per parameter if the result is already known, otherwise the pending exchange.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._model_ranks.size == 1 or not local:

@@ -1,6 +1,6 @@
 """Provide the memory of a gradient buffer: persistent, from a pool, inside another buffer, or on the host.
 
-See gradient_offload.py for slabs.
+See gradient_offload.py for accumulators that are kept in host memory.
 
 [Note: The final gradient inside the ZeRO-3 gradient shard]
 Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward pass. Therefore the
@@ -23,8 +23,8 @@ The final gradient has separate memory in three cases:
 
 With `accumulation_dtype`, the ZeRO-3 gradient shard that exists between backward passes is a bf16 accumulator; see
 [Note: Separate accumulators] in reduction_spec.py. The final gradient keeps its dtype, and uses the first bytes of the
-accumulator if they suffice, as they do if all ZeRO-1 shards have equal sizes. Only backward passes inside no_sync then
-set the final gradient aside, because other reductions do not write to the accumulator.
+accumulator if the accumulator is large enough. This is the case if all ZeRO-1 shards have equal sizes. Only backward
+passes inside no_sync then set the final gradient aside, because other reductions do not write to the accumulator.
 
 [Note: Optimizer on the host]
 If `offload_optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
@@ -83,7 +83,7 @@ class GradientStorage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes currently allocated on the device that only this storage uses."""
+        """Number of bytes currently allocated on the device for this storage alone."""
         return 0
 
     @property
@@ -102,7 +102,7 @@ class GradientStorage(ABC):
         return Lease(self._end_lease)
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Return a lease on the contents, in the dtype `wire`, for a collective that is the last to use them.
+        """Lend the contents, in the dtype `wire`, to a collective. They are discarded when the returned lease ends.
 
         Args:
             wire: dtype in which the contents are sent.
@@ -160,9 +160,9 @@ class GradientStorage(ABC):
 
 
 class Lease:
-    """Lease that keeps a storage in place until the code that finishes the collective ends the lease.
+    """Lease that keeps the memory of a storage in place while a collective uses it.
 
-    Ending a lease a second time has no effect.
+    The code that finishes the collective ends the lease. Ending a lease a second time has no effect.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -198,10 +198,9 @@ class PersistentStorage(GradientStorage):
         return self._buffer.open()
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Return a lease as described in the base class.
+        """Lend the contents to a collective, as in the base class, unless peers read the memory in place.
 
-        However, if peers read the memory in place, the tensor keeps the dtype of the storage, and the peers round to
-        `wire`.
+        If they do, the tensor keeps the dtype of the storage, and the peers round to `wire`.
         """
         if not self._buffer.read_in_place:
             return super().lend_send_buffer(wire, pool, copies=copies)

@@ -1,4 +1,4 @@
-"""Manage the parameters of one kind in a unit, with their weights and gradients, as one handle."""
+"""Manage a handle: the parameters of a unit that share one flat order, with their weights and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Handle"]
 
 
 class Handle:
-    """Parameters of one kind in a unit.
+    """Group of parameters of one unit that have the same dtype and are gathered and reduced together.
 
     A handle owns one :class:`WeightStorage`, one :class:`HandleGradients` and one :class:`GradAttribute`.
 
@@ -198,8 +198,8 @@ class Handle:
     def change_layout(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
-        All ranks must call this method between passes, without gradients. The sharded parameters remain the same
-        objects, but their rows on this rank change.
+        All ranks must call this method between passes, when there are no gradients. The sharded parameters remain the
+        same objects, but their rows on this rank change.
         """
         self.layout = layout
         self.weights.change_layout(layout)
@@ -268,7 +268,7 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Enable or disable gathers of the masters instead of the compute weights.
+        """Set whether later gathers read the masters (`enabled` is True) or the compute weights.
 
         This has an effect only if the compute dtype is less precise than the dtype of the masters. The handle must be
         sharded.
@@ -307,7 +307,7 @@ class Handle:
     # Refresh
 
     def guard_master_writes(self) -> None:
-        """Make user writes to masters that peers read in place wait until no peer reads the masters."""
+        """If peers read the masters in place, make each user write to masters wait until no peer is reading them."""
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
@@ -316,8 +316,8 @@ class Handle:
 
         Args:
             outside_step: True if masters were changed outside of an optimizer step. An encoded refresh then sends the
-                weights, and the errors of encoded gradients are dropped. This also happens if the user has written to
-                the masters.
+                weights instead of differences, and the errors of encoded gradients are dropped. A write to the masters
+                by the user has the same effect.
         """
         outside_step = outside_step or self.tracker.dirty
         if outside_step and self.gradients is not None:
@@ -380,7 +380,7 @@ class Handle:
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in unfrozen), None)
 
     def apply_requires_grad(self) -> None:
-        """Apply the user's changes to ``requires_grad`` to the gathered parameters and to the expected gradients."""
+        """Copy ``requires_grad`` from sharded to gathered parameters, and update which gradients are expected."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

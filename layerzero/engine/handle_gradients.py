@@ -1,14 +1,15 @@
 """Manage the gradient buffers of one handle, and the reductions between these buffers.
 
 [Note: Error feedback]
-A codec of hop 2 with feedback rounds each message, and adds the rounding errors to the next message of the same handle.
-The errors of a message belong to the gradient in which the message was used. If this gradient is dropped without a step
-(a skipped step, or an exception), the errors are dropped, too. The errors of a handle are kept or dropped together.
-They are kept if a step has used the gradient of at least one of its parameters. If the gradient is clipped before a
-step, the errors are multiplied by the same coefficient, or set to zero if it is not finite. Otherwise the error of one
-very large gradient would enter the next steps unclipped. If masters change outside of a step, the errors are dropped as
-well. They are not stored in checkpoints. A handle that no rank has used in a backward pass is reduced like all others.
-Its message then contains the stored errors, which are lost, because the parameters get no gradient.
+A codec with error feedback rounds each message of hop 2, and adds the rounding errors to the next message of the same
+handle. The errors of a message belong to the gradient in which the message was used. If this gradient is dropped
+without a step (a skipped step, or an exception), the errors are dropped, too. The errors of a handle are kept or
+dropped together. They are kept if a step has used the gradient of at least one of its parameters. If the gradient is
+clipped before a step, the errors are multiplied by the same coefficient, or set to zero if it is not finite. Otherwise
+the error of one very large gradient would enter the next steps unclipped. If masters change outside of a step, the
+errors are dropped as well. They are not stored in checkpoints. A handle that no rank has used in a backward pass is
+reduced like all others. Its message then contains the stored errors, which are lost, because the parameters get no
+gradient.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 
 class ResidualState(Enum):
-    """Fate of the gradient to which the stored errors belong; see [Note: Error feedback]."""
+    """State of the gradient to which the stored errors belong; see [Note: Error feedback]."""
 
     PENDING = auto()  # no step has used it yet
     APPLIED = auto()  # a step has used the gradient of at least one parameter
@@ -62,7 +63,7 @@ class ResidualState(Enum):
 
 
 class HandleGradients:
-    """Gradient buffers of one trainable handle, and the usage of its parameters.
+    """Gradient buffers of one trainable handle, and a record of which parameters have contributions.
 
     A backward pass calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
     :meth:`create_reduction` returns the reduction that the pass requires.
@@ -102,7 +103,7 @@ class HandleGradients:
         self._to_host = to_host
         self._layout = layout
         self._reduces = True
-        self.buffers: dict[Extent, GradientBuffer] = {}  # without a separate accumulator
+        self.buffers: dict[Extent, GradientBuffer] = {}  # excludes a separate accumulator
         self._separate = None if spec.separate_dtype is None else self._separate_accumulator(spec.separate_dtype)
         targets = (stage.target for stage in spec.stages)
         for extent in sorted({spec.incoming_extent, spec.accumulator_extent, Extent.ZERO1, *targets}, reverse=True):
@@ -125,7 +126,7 @@ class HandleGradients:
 
     @cached_property
     def encoded_parts(self) -> EncodedParts | None:
-        """Encoded form of the messages of hop 2, or None if hop 2 does not encode."""
+        """Codec and sizes of the encoded messages of hop 2, or None if hop 2 does not encode its messages."""
         for stage in self.spec.stages:
             if stage.codec is not None:
                 return EncodedParts.of(stage.codec, self._layout, self.mesh_info.grid, stage.wire_dtype)
@@ -173,7 +174,10 @@ class HandleGradients:
     # Error feedback
 
     def residual_to_add(self) -> Tensor | None:
-        """Return the errors of the previous encoded messages, or None without error feedback."""
+        """Return the errors to add to the next encoded message, 1-D, bf16. Return None without error feedback.
+
+        Call this method only when the next message is created, because it changes the state of the errors.
+        """
         encoded = self.encoded_parts
         if encoded is None or not has_feedback(encoded.codec):
             return None
@@ -187,7 +191,7 @@ class HandleGradients:
 
     @property
     def residual_to_scale(self) -> Tensor | None:
-        """Errors of messages whose gradient no step has used yet, or None."""
+        """Errors of messages whose gradient no step has used yet, or None if there are none."""
         return self.residual if self._residual_state is ResidualState.PENDING else None
 
     def record_step(self, slots: Iterable[int]) -> None:
@@ -290,7 +294,7 @@ class HandleGradients:
         return self.spec.sends_accumulator and self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
-        """Prefetch the memory of the accumulator if it is needed when the next gradients arrive or are complete."""
+        """Prefetch the memory of the accumulator if it receives the next gradients or is reduced together with them."""
         if not self.spec.accumulator_is_reduced and (self.incoming is self.accumulator or not self.accumulator.empty):
             self.accumulator.storage.prefetch(keep=not self.accumulator.untouched)
 
@@ -307,7 +311,7 @@ class HandleGradients:
         return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
 
     def reduce_accumulated(self) -> HandleReduction | None:
-        """Return the reduction of gradients accumulated inside no_sync into the final gradient.
+        """Create the reduction that adds the gradients accumulated inside no_sync to the final gradient.
 
         Return None if no collective is needed.
         """
@@ -376,7 +380,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.PUBLISHED
 
     def replace_rows(self, slot: int, rows: Tensor) -> None:
-        """Replace this rank's rows of a final gradient."""
+        """Replace this rank's rows of a final gradient. `rows` has the shape of the master."""
         self._wait_for_reduction()
         self.final.overwrite(slot, rows)
         self._restore_aliased()
@@ -494,7 +498,7 @@ class HandleReduction:
                 raise
 
     def _launch_next(self, stage: ReductionStage, next_stage: ReductionStage | None) -> None:
-        """Add the result of a collective and launch the next collective, without releasing the slab in between."""
+        """Add a collective's result and launch the next one, without releasing the accumulator's slab in between."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:

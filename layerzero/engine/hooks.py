@@ -1,6 +1,7 @@
-"""Register the hooks through which a model calls its `LayerZeroState`. :func:`get_state` reads the state from them.
+"""Register the hooks through which a model calls its `LayerZeroState`.
 
-The hooks are the only objects that layerzero attaches to the user's modules.
+The hooks are the only objects that layerzero attaches to the user's modules. :func:`get_state` reads the state from
+them.
 
 [Note: Closed models]
 ``layerzero.close`` clears the attributes of the state, because a sharded optimizer, an EMA or the graph of a loss may
@@ -73,7 +74,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Replace the module hooks of a closed model; see [Note: Closed models]."""
+    """Replace the module hooks of a closed model with hooks that raise an error; see [Note: Closed models]."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):

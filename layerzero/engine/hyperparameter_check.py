@@ -6,8 +6,8 @@ contains sixteen more bytes: a digest of the settings of the optimizers that hav
 digests differ if their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the
 bytes at the end of the next such backward pass. They then send the maximum over the first axis along the second axis.
 The bytes have arrived by then, so ranks do not wait. All ranks compute the same result at the same point in the
-program. If the digests differ, the next optimizer step raises. Therefore one to three steps use different settings
-before the error is raised: one step per axis and possibly one more.
+program. If the digests differ, the next optimizer step raises. Until then, the ranks take one step per axis, and
+possibly one more, with different settings.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SettingsCheck:
             self._stepped.append(method)
 
     def digests(self) -> list[Tensor]:
-        """Return one message for each axis, uint8 [DIGEST_BYTES]."""
+        """Return the messages to send next, one for each axis, uint8 [DIGEST_BYTES] each."""
         message = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
         self._sent.append(self._last)
         return self._max_digests.outgoing(message)

@@ -1,4 +1,4 @@
-"""Represent a parameter of a handle in its gathered and sharded forms, and look it up by parameter object."""
+"""Represent a handle's parameter in its gathered, sharded and master forms, and find it by parameter object."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ class ManagedParam:
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
 
     def change_rows(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
-        """Change the rows that this rank stores. The sharded parameter remains the same object."""
+        """Replace the master rows that this rank stores. The sharded parameter remains the same object.
+
+        Args:
+            master: rows in master dtype, ``[rows, *rest]``.
+            spec: rows of the parameter on each rank.
+            local: slice of the ZeRO-1 shard that contains the rows.
+            watch: object that records the user's writes to the rows.
+        """
         self.master, self.spec, self.shard_slice = master, spec, local
         assert isinstance(self.sharded, RowShardedTensor)
         self.sharded._local_tensor = LocalShard(master, spec, watch)
@@ -81,5 +88,5 @@ class ParamRegistry:
         return member
 
     def is_ignored(self, parameter: Tensor) -> bool:
-        """Return whether `parameter` is one of the model's parameters that shard_model ignored."""
+        """Return whether `parameter` is a parameter of the model that `shard_model` left unsharded."""
         return parameter in self._ignored

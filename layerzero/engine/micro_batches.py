@@ -4,9 +4,10 @@
 Frameworks use different names for `no_sync`, and some do not call `no_sync` on unknown model classes. The results are
 correct, but each micro-batch runs a reduction over the slow link. Therefore rank 0 logs a hint once. The hint is a log
 message and not a warning, because a correct loop must not fail if warnings are errors. No hint is logged after a
-backward pass inside `no_sync`, or if `no_sync` would not save a collective. Backward passes do not count if their
-gradients are zeroed before a step, for example gradients of a discriminator from the loss of a generator. If a step of
-a discriminator has several backward passes, they count, because all but the last may run inside `no_sync`.
+backward pass inside `no_sync`, or if `no_sync` would not save a collective. A backward pass does not count if its
+gradients are zeroed before the next step. In a GAN, for example, the generator's loss also produces gradients for the
+discriminator, and the loop zeroes them. Several backward passes before one step of the discriminator do count, because
+all but the last may run inside `no_sync`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NoSyncHint:
-    """Counter of the backward passes per step that reduce gradients. It logs a hint if a step has several of them.
+    """Counter of the backward passes before each optimizer step, which logs a hint to use `no_sync`.
 
-    See [Note: Conditions of the hint].
+    The hint is logged after two consecutive steps that each followed several backward passes. See [Note: Conditions of
+    the hint].
     """
 
     def __init__(self, *, would_save: bool) -> None:

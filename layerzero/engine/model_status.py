@@ -1,4 +1,4 @@
-"""Check the conditions under which the passes of a sharded model may compute."""
+"""Check that a sharded model may run a forward or backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Closable", "ModelStatus"]
 
 
 class Closable:
-    """Base class for parts of a sharded model. :meth:`close` deletes all attributes, so every later use raises."""
+    """Base class for parts of a sharded model. After :meth:`close`, which deletes all attributes, every use raises."""
 
     def close(self) -> None:
         self.__dict__.clear()
@@ -56,7 +56,11 @@ class ModelStatus:
         self._structure = structure
 
     def require_usable(self) -> None:
-        """Raise RuntimeError if the model must not compute."""
+        """Run the pending `first_forward_checks`, and check that the model may run a pass.
+
+        Raises:
+            RuntimeError: a load failed partway, a parameter was replaced, or a trainable parameter was added.
+        """
         if self.load_error is not None:
             raise RuntimeError(self.load_error)
         while self.first_forward_checks:

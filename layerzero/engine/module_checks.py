@@ -1,7 +1,7 @@
 """Check for changes to the modules and parameters of a sharded model.
 
-Only parameters that were in the model when it was sharded have their gradients reduced and are updated. A parameter
-that is added later would silently be trained by each rank separately.
+Only parameters that were in the model when it was sharded have their gradients reduced and are updated by the sharded
+optimizer. If a parameter were added later, each rank would silently train its own copy.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ __all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 class ParamView(enum.Enum):
     """Context that replaces the parameters of a model.
 
-    Only EMA contexts, and UNSHARDED contexts for different parameters, can be nested.
+    An UNSHARDED or FULL_PRECISION context can be entered inside an EMA context. UNSHARDED contexts can be nested if
+    they have no parameter in common.
     """
 
     UNSHARDED = "layerzero.unsharded"  # full parameters, without gathers and without gradients
@@ -46,7 +47,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 @contextmanager
 def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
-    """Context manager in which `view` is added to `views`, the active views of a model."""
+    """Context manager that appends `view` to `views`, the active views of a model, and removes it on exit."""
     views.append(view)
     try:
         yield

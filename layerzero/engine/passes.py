@@ -1,4 +1,6 @@
-"""Represent active forward and backward passes. Each object lives as long as its pass.
+"""Represent active forward and backward passes, and the calls to units inside them.
+
+The autograd graph of a forward pass keeps the object that represents this pass alive.
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
@@ -22,7 +24,7 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"
 
 
 class UnitCall:
-    """One call to a unit. An autograd graph refers to the calls in it, so a backward pass can find these calls."""
+    """One call to a unit. The autograd graph of a forward pass refers to its calls, so the backward pass finds them."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
@@ -86,8 +88,10 @@ class UnitCall:
         return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding_calls(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls on the same mesh before this call, latest first. If `count` is None, return all
-        of them."""
+        """Return the last `count` calls on the same mesh before this call, latest first.
+
+        If `count` is None, return all of them.
+        """
         return list(
             islice((each for each in self._earlier_calls() if each.unit.mesh_info is self.unit.mesh_info), count)
         )
@@ -137,12 +141,12 @@ class ForwardPass:
 
     @property
     def uncalled_units(self) -> list[Unit]:
-        """Units that this forward pass did not call, although other ranks may have called them."""
+        """Units that other ranks may have called but this forward pass did not; empty if all units are on one mesh."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
     def is_still_needed(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Return whether `unit` is in one of the first `calls` calls, or in a use up to position `uses`."""
+        """Return whether `unit` is in one of the first `calls` returned calls, or in a use up to position `uses`."""
         if any(position <= uses and unit in units for position, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
@@ -162,7 +166,11 @@ class ForwardPass:
         return list(islice(candidates, count))
 
     def is_expected_last(self, unit: Unit) -> bool:
-        """Return whether `unit` was called last, and no more calls are expected. The first pass expects nothing."""
+        """Return whether `unit` was called last and no more calls are expected.
+
+        The expected calls are those of the last forward pass with the same outermost unit. If there was none, return
+        False.
+        """
         is_end = 0 < len(self._expected) == len(self.called)
         return is_end and self.called[-1] is unit and self._expected[-1] is unit
 
@@ -173,7 +181,8 @@ class GatheredUse:
     Args:
         units: units that are gathered for the use.
         forward: latest forward pass, which determines the position of the use in the order of calls. The graph of the
-            forward pass may be freed before the use.
+            forward pass may be freed before the use. It is None if the use records no
+            gradients, or if no such pass exists.
     """
 
     __slots__ = ("_forward", "awaits_backward", "place", "units")
@@ -205,7 +214,7 @@ class GatheredUse:
 
 
 class StreamUse(GatheredUse):
-    """Use of all weights by a weight stream, during which no pass may begin either."""
+    """Use of all weights by a weight stream. Until it ends, no pass may begin and no weights may change."""
 
     __slots__ = ()
 
@@ -252,7 +261,7 @@ class BackwardPass:
     def next_call_holds_buffer(self, call: UnitCall) -> bool:
         """Return whether the next call after `call` still has its full buffer when the backward pass of `call` begins.
 
-        The backward pass of the next call ends at this point, but the hook that ends it runs second.
+        The backward pass of the next call ends at this point, but the hook that ends it runs after the hook of `call`.
         """
         next_call = call.next_call
         return (

@@ -111,12 +111,12 @@ class ReductionQueue:
                 self.trim()
 
     def trim(self) -> None:
-        """Return the memory of released buffers to a device's allocator."""
+        """Return the memory of released buffers to the device's allocator. On the CPU, this has no effect."""
         for pool in self._pools:
             pool.trim()
 
     def record_unit_call(self) -> None:
-        """Record a call of a unit in a forward pass, and return released memory in the middle of the calls."""
+        """Record a call of a unit in a forward pass, and trim the pools in the middle of the forward pass."""
         self._unit_calls += 1
         if self._unit_calls == max(1, self._expected_unit_calls // 2):
             self.trim()

@@ -165,12 +165,12 @@ class ReductionSpec:
 
 
 def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
-    """Return whether full gradients are accumulated between micro-batches, to which ``main_grad`` refers."""
+    """Return whether full gradients, which ``main_grad`` shows, are accumulated over micro-batches."""
     return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
 
 
 def _divide_factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
-    """Return the divisors of hop 1 and hop 2, which are the factors by which the hops are expected to increase sums."""
+    """Return the divisors of hop 1 and hop 2. Each is the factor by which the hop is expected to increase the sum."""
     if grid.replicas == 1:
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))

@@ -16,7 +16,7 @@ __all__ = ["MeshResources", "ModelPools"]
 
 @dataclass(frozen=True)
 class ModelPools:
-    """Memory pools and host copies of a model, shared by all of its meshes."""
+    """Memory pools of a model, and objects that copy between device and host, shared by all meshes of the model."""
 
     scratch: BufferPool  # scratch buffers for collectives
     full: FullBufferPool

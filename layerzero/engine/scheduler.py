@@ -3,16 +3,16 @@
 Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 
 [Note: Release of full buffers]
-A forward pass frees the full buffer when it returns, unless one of three conditions holds. The forward pass runs inside
-a backward pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next
-call is expected to be a call to the same unit. On a device, the root and the unit that is expected to be called last
-stay gathered, because the backward pass begins with them. On several meshes, ranks that call different experts expect
-different last calls, so only the root stays. A backward pass frees the full buffer when the gradients of the inputs
-of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are
-exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such
-inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass. Gradients of
-the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units and of tied
-weights that use the unit's weights.
+A forward pass frees the full buffer when it returns, with three exceptions: the forward pass runs inside a backward
+pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next call is
+expected to be a call to the same unit. On a device, the root and the unit that is expected to be called last stay
+gathered, because the backward pass begins with them. On several meshes, ranks that call different experts expect
+different last calls, so only the root stays gathered. A backward pass frees the full buffer when the gradients of the
+inputs of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of
+inputs are exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call
+with such inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass.
+Gradients of the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units
+and of tied weights that use the unit's weights.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
@@ -76,10 +76,9 @@ class Scheduler(Closable):
         status: status that determines whether passes may run.
 
     Attributes:
-        prefetched_forward: units that a unit's forward pass prefetches instead of those that `prefetch` selects, by
-            unit.
-        prefetched_backward: units that a unit's backward pass prefetches instead of those that `prefetch` selects, by
-            unit.
+        prefetched_forward: for some units, the units that the forward pass of the unit prefetches. They replace the
+            units that the `prefetch` setting selects.
+        prefetched_backward: the same for the backward pass of the unit.
         requires_gradient_sync: False inside ``no_sync``.
         requires_all_reduce: False if backward passes do not reduce across replicas.
     """
@@ -259,7 +258,7 @@ class Scheduler(Closable):
         self._last_forward = weakref.ref(self._forward)
 
     def prepare_gathers(self) -> None:
-        """Prepare for gathers outside of a forward pass. Compute weights are then those of the next forward pass."""
+        """Prepare for gathers outside of a forward pass, which then use the same weights as the next forward pass."""
         if self._forward is None and not in_backward():
             refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
@@ -408,7 +407,7 @@ class Scheduler(Closable):
             unit.show_gathered()
 
     def _end_uses_after(self, backward: BackwardPass, call: UnitCall) -> None:
-        """Free the units of uses that began after `call` had returned."""
+        """End the uses of gathered weights that began after `call` had returned, and free their units."""
         for use in [use for use in backward.uses if call.is_before(use)]:
             del backward.uses[use]
             for unit in use.units:
@@ -605,7 +604,7 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Recover from a failed backward pass, which has begun and not ended although none is running."""
+        """Recover from a backward pass that began and failed. Do nothing if no pass has failed or one is running."""
         if self._backward is None or in_backward():
             return
         self._gradients.abandon()  # if it is interrupted, the next recovery calls it again
@@ -620,7 +619,7 @@ class Scheduler(Closable):
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Select whether later forward passes compute with gathered masters or with compute weights.
+        """Set whether later forward passes compute with gathered masters (`enabled` is True) or with compute weights.
 
         Call this method between passes.
         """

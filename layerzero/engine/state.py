@@ -1,4 +1,4 @@
-"""Hold the root state of one sharded model, to which the hooks on the model's modules refer."""
+"""Define `LayerZeroState`, the root state of one sharded model, to which the hooks on the model's modules refer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class LayerZeroState(Closable):
     def close(self) -> None:
         """Finish background work and release all of the model's resources except its parameters.
 
-        See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this method.
+        See [Note: Closed models] in hooks.py. If the process groups use a device backend such as NCCL, all ranks must
+        call this method.
         """
         try:
             self.scheduler.recover_interrupted_pass()

@@ -27,10 +27,10 @@ __all__ = ["Unit", "gather_orders"]
 
 
 class Unit:
-    """Handles of one or more modules that are gathered together.
+    """One or more modules whose handles are gathered and freed together.
 
     Between passes, the modules have sharded parameters. During forward and backward passes, they have gathered
-    parameters. In a backward pass, activation checkpoints inside the modules use the gathered parameters.
+    parameters. Activation checkpoints that a backward pass recomputes therefore use gathered parameters.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class Unit:
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
     def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
-        """Cast the output of a forward pass, but not to a dtype that is narrower than any of those in `computes_in`.
+        """Cast the output of a forward pass to the policy's dtype, unless it is narrower than a dtype in `computes_in`.
 
-        See :meth:`cast_inputs`.
+        See :meth:`cast_inputs` for `computes_in`.
         """
         dtype = self._output_dtype
         computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
@@ -191,11 +191,11 @@ class Unit:
 
 
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
-    """Return the object that checks the gather order, for each mesh.
+    """Return one object that checks the order of gathers for each mesh.
 
-    Index i of the object is the full gather of ``units[i]``, and index ``len(units) + i`` is the regather of that unit.
-    If `full_precision` is True, the gathers include all data-parallel ranks, otherwise only the ranks of a ZeRO-3
-    group.
+    The object identifies the full gather of ``units[i]`` by the index i, and the gather of this unit from post-forward
+    shards by the index ``len(units) + i``. If `full_precision` is True, all data-parallel ranks take part in the
+    gathers, otherwise only the ranks of a ZeRO-3 group.
     """
     labels = [gather_name(collective, unit.label) for collective in GATHERS for unit in units]
     topologies = {unit.mesh_info for unit in units}

@@ -31,7 +31,7 @@ __all__ = ["PendingUse", "UsedParamMap"]
 
 
 class UsedParamMap:
-    """Reduction of used parameters over all ranks of a model; see [Note: Order of names in messages].
+    """Map of the parameters that any rank of a model has used; see [Note: Order of names in messages].
 
     Args:
         model_ranks: all ranks of the model.
@@ -52,7 +52,7 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Include the parameters `names` in later reductions of used parameters. All ranks must pass the same names."""
+        """Include the parameters `names` in later exchanges of usage bytes. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 
@@ -65,10 +65,10 @@ class UsedParamMap:
         self._groups = [_ParamsOnComms(comms, names, own) for comms, names in by_comms.items()]
 
     def start_exchange(self, own: bytearray, extra_digests: Sequence[Tensor], *, is_known: bool) -> PendingUse:
-        """Start the reduction of one byte per parameter.
+        """Start reducing one usage byte per parameter to its maximum over all ranks.
 
         Args:
-            own: bytes of this rank, in its local order.
+            own: usage bytes of this rank, in its local order.
             extra_digests: digests to send along each control communicator of the model, uint8 [n] each.
             is_known: True if `own` is already the maximum over all ranks.
         """
@@ -108,7 +108,7 @@ class _ParamsOnComms:
 
 
 class PendingUse:
-    """In-flight reduction of used parameters; see [Note: Reduction of used parameters by axis]."""
+    """In-flight reduction of usage bytes over all ranks; see [Note: Reduction of used parameters by axis]."""
 
     def __init__(
         self, groups: Sequence[_ParamsOnComms], own: Tensor, extra_digests: Sequence[Tensor], *, is_known: bool
@@ -128,7 +128,10 @@ class PendingUse:
         self._send_along_axis(0)
 
     def reserve(self) -> None:
-        """Make launches by the main thread on all axes except the first wait for :meth:`relay_in_background`."""
+        """Reserve the communicators of all axes except the first for :meth:`relay_in_background`.
+
+        The main thread launches its collectives on them only after that method has sent its messages.
+        """
         self._reservation = Reservation()
         for group in self._groups:
             for comm in group.comms[1:]:
@@ -144,7 +147,7 @@ class PendingUse:
                 self._failure = error
 
     def relay(self) -> None:
-        """Send along the remaining axes. Before each send, wait for the messages of earlier axes if they are needed."""
+        """Send the message of this rank along the remaining axes, one by one. Wait for earlier axes if necessary."""
         for axis in range(1, max(len(group.comms) for group in self._groups)):
             self._send_along_axis(axis)
 
@@ -171,7 +174,7 @@ class PendingUse:
         return [gather.said[:, self._groups[0].numel :] for gather in self._gathers[0]]
 
     def max_over_ranks(self) -> bytes:
-        """Wait for all messages. Return the maximum over the ranks of each parameter's byte, in this rank's order."""
+        """Wait for all messages, and return the maximum byte of each parameter over all ranks, in this rank's order."""
         self.wait()
         maximum = torch.zeros_like(self._own)
         for index, group in enumerate(self._groups):
@@ -191,6 +194,6 @@ class PendingUse:
             gathers.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
     def _store_maximum(self, index: int) -> None:
-        """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
+        """Store, as the bytes to send next, the maximum over ranks of a group's last message. It must have arrived."""
         if gathers := self._gathers[index]:
             self._to_send[index] = gathers[-1].said[:, : self._groups[index].numel].amax(dim=0)

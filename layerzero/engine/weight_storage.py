@@ -62,8 +62,8 @@ class WeightStorage:
         mesh: transport and pools.
         options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         label: name of the unit, for traces.
-        updated_on_host: True if the master is to be in host memory, provided that the pools offload the optimizer.
-        refresher: object that encodes refreshes, or None. It needs weights and masters in host memory.
+        updated_on_host: True if the master is stored in host memory when the optimizer is offloaded.
+        refresher: object that encodes refreshes, or None. It requires weights and masters in host memory.
         has_extension: True if an all-gather extension gathers the shard. The handle then has no full buffer.
 
     Attributes:
@@ -207,8 +207,8 @@ class WeightStorage:
     def launch_slot_gather(self, slot: Slot) -> tuple[Tensor, PendingCollective | None]:
         """Launch the gather of one slot into new memory, in any state of the full buffer.
 
-        All ranks of the ZeRO-3 group must call this method after :meth:`finish_refresh`, with ``of_peers=True``. Ranks
-        that share memory copy the slot without a collective.
+        All ranks of the ZeRO-3 group must call this method, after ``finish_refresh(of_peers=True)``. Ranks that share
+        memory copy the slot without a collective.
 
         Returns:
             The slot's elements, 1-D [slot.numel], compute dtype, and the collective that fills them. The collective is
@@ -242,7 +242,7 @@ class WeightStorage:
     # Gather and reshard
 
     def launch_gather(self) -> Waitable | None:
-        """Launch the gather of the full buffer, and return it for :meth:`begin_gather`."""
+        """Launch the gather of the full buffer and return it for :meth:`begin_gather`, or None if no wait is needed."""
         if self.needs_gather:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)

@@ -1,1 +1,1 @@
-"""Lay out parameters in flat storage over ranks. The code needs neither torch nor processes."""
+"""Lay out parameters in flat storage that is sharded across ranks. The code needs neither torch nor processes."""

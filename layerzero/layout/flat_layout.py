@@ -226,9 +226,9 @@ def _check_arguments(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: 
 
 
 def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[FlatLayout]:
-    """Return several layouts, each for some of the row lengths.
+    """Return several layouts, each of which contains the slots of some row lengths.
 
-    Of the plans that are tried, return the one with the fewest layouts or, among equals, with the least padding.
+    The function tries two plans. It returns the one with fewer layouts or, if they are equal, with less padding.
     """
     by_row: dict[int, list[Slot]] = {}
     for slot in slots:
@@ -303,7 +303,7 @@ def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
 
 
 def _candidate_lengths(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
-    """Yield the shard lengths to try: multiples of `unit` up to the limit, in ascending order with growing steps."""
+    """Yield the shard lengths to try: multiples of `unit` within the bound, in ascending order with growing steps."""
     longest_row = kinds[0].row
     # Lower bound for the end of the last slot if all offsets are aligned. The last slot itself is not rounded up.
     least = sum(_round_up(kind.numel, align) * len(kind.slots) for kind in kinds)

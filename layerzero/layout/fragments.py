@@ -1,6 +1,6 @@
-"""Divide a model into the fragments that sites exchange, and schedule the exchanges.
+"""Divide a model into fragments, and schedule the exchange of each fragment between training sites.
 
-The code needs neither torch nor processes.
+See [Note: Outer steps] in optimizers/outer_steps.py. The code needs neither torch nor processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["divide_into_fragments", "start_positions"]
 
 
 def divide_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
-    """Divide items of these sizes, in their order, into contiguous groups of about equal size.
+    """Divide a sequence of items into contiguous groups of about equal total size.
 
     Args:
         sizes: size of each item. There are at least `fragments` items.
@@ -33,7 +33,7 @@ def divide_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
 
 
 def start_positions(every: int, fragments: int) -> list[int]:
-    """Return the step after which each fragment is sent, as its position in a period of `every` steps.
+    """Return the position, in a period of `every` steps, of the step after which each fragment is sent.
 
     Position 1 is the first step of a period, and position 0 the last. The last fragment is sent at the end of a period.
     """

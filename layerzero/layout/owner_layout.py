@@ -10,11 +10,11 @@ position.
 The parts of a ZeRO-3 shard are in the order of the replicas. A slot that extends from one ZeRO-3 shard into the next is
 at the end of the first shard and at the start of the second shard. Such slots link ZeRO-3 shards into a chain. The
 replica indices of owned slots never decrease along a chain. Therefore each replica has one contiguous run of the chain,
-which may be empty. The runs define the plan. Other slots may be split at any row boundary.
+which may be empty. The runs define the shard boundaries. Other slots may be split at any row boundary.
 
 Runs are chosen to balance three loads by least squares: the elements of each replica, the elements of each rank, and
-the optimizer work of each replica. For one chain, the choice is exact while the other chains are fixed. Several rounds
-over all chains approximate the joint optimum.
+the optimizer work of each replica. The choice for one chain is exact if the other chains are fixed. Several rounds over
+all chains approximate the joint optimum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from layerzero.layout.flat_layout import FlatLayout, Slot
 
 __all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
 
-_EFFORT = 200_000  # number of tried runs above which chains keep their runs after the first round
+_EFFORT = 200_000  # number of tried runs after which chains keep the runs of earlier rounds
 _ROUNDS = 6  # maximum number of rounds over all chains
 _INSIDE = 32  # number of candidate cuts inside the slots of a layout, in addition to those between slots
 
@@ -40,8 +40,8 @@ _INSIDE = 32  # number of candidate cuts inside the slots of a layout, in additi
 class ParamOwner(NamedTuple):
     """Coordinates of the rank that updates a parameter."""
 
-    r: int
-    s: int
+    r: int  # coordinate on the replica axis
+    s: int  # coordinate on the zero3 axis
     axis: int | None = None  # model-parallel axis along which the parts are joined, or None if they are not joined
     t: int = 0  # coordinate on that axis
 
@@ -56,7 +56,7 @@ class JoinAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnerLayouts:
-    """Layouts with new shard boundaries, and the owner of each owned slot, by name of the slot."""
+    """Layouts with new shard boundaries, and the owner of each owned parameter, by parameter name."""
 
     layouts: tuple[FlatLayout, ...]
     owners: dict[str, ParamOwner]
@@ -79,7 +79,7 @@ def plan_owners(
     zero3_size: int,
     join_axes_of: Mapping[str, JoinAxis] = MappingProxyType({}),
 ) -> OwnerLayouts:
-    """Set the shard boundaries of `layouts` so that each owned slot is on one replica.
+    """Assign owners, and set the shard boundaries of `layouts` so that each owned slot is on one replica.
 
     Layouts without owned slots have equal shards. The result depends only on the arguments.
 
@@ -224,7 +224,7 @@ class _OwnerLoads:
 
 
 def _balance_runs(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
-    """Return the index of the point at which each replica's run ends, for each chain."""
+    """Return, for each chain, the indices of the points at which the runs of the replicas end."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])

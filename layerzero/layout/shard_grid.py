@@ -1,4 +1,4 @@
-"""Compute the coordinates of a rank among the data-parallel ranks, and its parts of a layout, from integers only.
+"""Compute the coordinates of a data-parallel rank, and the parts of a layout that it stores, from integers only.
 
 [Note: Three extents]
 A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
@@ -25,7 +25,7 @@ __all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
 
 
 class Extent(enum.IntEnum):
-    """Part of a handle that a tensor covers; see [Note: Three extents]."""
+    """Part of a handle's flat order that a tensor covers; see [Note: Three extents]."""
 
     ZERO1 = 0
     ZERO3 = 1
