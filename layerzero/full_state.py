@@ -46,7 +46,7 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Context manager that replaces sharded parameters by full, plain ``nn.Parameter``s in the masters' dtype.
+    """Context manager that replaces sharded parameters with full, plain ``nn.Parameter``s in the masters' dtype.
 
     The context is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
     passes. The context needs memory for the full parameters inside `module`. If the full model does not fit in memory,
@@ -63,7 +63,7 @@ def unsharded(
         writeback: write changes that are made inside the context to the masters. Every rank must make the same changes.
             With `rank0_only`, the first rank's changes are sent to the other ranks.
         rank0_only: unshard the parameters on the first rank only. On the other ranks they stay sharded.
-        offload_to_cpu: copy the parameters (and gradients) to host memory, one at a time.
+        offload_to_cpu: copy the parameters, and the gradients of `with_grads`, to host memory, one at a time.
         with_grads: set the ``.grad`` of each parameter to its full gradient, averaged over the ranks, in the
             parameter's shape and dtype, or to None. With `writeback`, changes to ``.grad`` are also written back.
 
@@ -137,7 +137,7 @@ def _format_call(options: _Options) -> str:
 def _agree_to_show(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
-    """Check that all ranks enter the context for the same parameters and return their sharded gradients.
+    """Check that all ranks enter the context for the same parameters, and return the sharded gradients.
 
     If `with_grads` is False, return an empty dict.
     """
@@ -216,7 +216,7 @@ def _final_gradients(
 
 
 def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn.Parameter:
-    """Gather a parameter or its gradient over the data-parallel ranks. Model-parallel dims stay sharded."""
+    """Gather a parameter or its gradient over the data-parallel ranks. It stays sharded along model-parallel axes."""
     with torch.no_grad():
         rows = member.spec.gather(rows)
         rows = rows.cpu() if options.offload_to_cpu else rows
@@ -264,7 +264,7 @@ def _write_back(
 
 
 def _broadcast_full(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
-    """Broadcast the first rank's full tensor. On the other ranks, `full` is None."""
+    """Broadcast the first rank's full tensor to all ranks and return it. On the other ranks, `full` is None."""
     received = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         received.copy_(full)
@@ -280,7 +280,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     need memory for the full model. The context is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Before its
     forward, each unit is gathered from the ZeRO-1 shards of all data-parallel ranks. The gather sends 4 bytes per fp32
     element, which :func:`traffic` counts as ``unshard``. The gathered weights are freed after the forward. `prefetch`
-    units are gathered ahead. Units that compute in the masters' dtype are gathered as usual.
+    units are gathered ahead. Units that already compute in the masters' dtype are gathered from their ZeRO-3 shards.
 
     Inputs that `mp_policy` would cast are cast to the dtype that the unit's parameters have in this context. Outputs
     are not cast to a narrower dtype. Buffers that `buffer_dtype` has cast have their original dtype, but their values
@@ -401,7 +401,7 @@ def full_state_dict(
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names without a match in a load, in the same form as the result of torch's ``nn.Module.load_state_dict``."""
+    """Names that a load could not match, in the form that ``nn.Module.load_state_dict`` returns."""
 
     missing_keys: list[str]  # in the model, but not in the state dict
     unexpected_keys: list[str]  # in the state dict, but not in the model
@@ -505,7 +505,7 @@ def _gather_master(member: ManagedParam) -> Tensor:
 def _agree_on_edits(
     runtime: LayerZeroState, parameters: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
-    """Return the parameters that the model now has in place of `parameters`.
+    """Return the parameters that the model has now. The user may have replaced some of `parameters`.
 
     Raise an error on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has
     assigned a tensor of a different shape.
@@ -536,7 +536,7 @@ def _group_values(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return values by parameter name for :func:`require_equal`, with one group per mesh and model-parallel part."""
+    """Return `value_of` each parameter, grouped by mesh and model-parallel part, as `groups` of `require_equal`."""
     meshes = list(dict.fromkeys(unit.mesh_info for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:

@@ -47,14 +47,14 @@ def stream_weights(
 
     Use this function to pass weights to an inference engine. Parameters have the compute dtype. They are gathered
     inside the ZeRO-3 group, in buckets, and nothing is sent between replicas. Buffers and ignored parameters are
-    yielded as the module has them. The names are the same as in ``model.state_dict()``. The names of a tied
-    parameter follow each other, with the same tensor. Entries of the state dict that are not tensors are left out.
+    yielded as they are in the module. The names are the same as in ``model.state_dict()``. The names of a tied
+    parameter are yielded one after the other, with the same tensor. Entries that are not tensors are omitted.
 
     A tensor is valid until the next parameter or buffer is requested. It is then emptied: its shape becomes [0].
-    Therefore the stream holds at most ``max(bucket_bytes, largest tensor)`` beside the model. With `rank0_only`, a peer
-    of the first rank may briefly hold two buckets, and parameters that tensor or expert parallelism splits also need
-    their parts. To keep a tensor, copy it, or keep ``tensor.detach()``, which also keeps the memory. The tensors share
-    no memory with the model.
+    Therefore the stream uses at most ``max(bucket_bytes, largest tensor)`` in addition to the model. With
+    `rank0_only`, a peer of the first rank may briefly hold two buckets. Parameters that tensor or expert parallelism
+    splits also need memory for their parts. To keep a tensor, copy it, or keep ``tensor.detach()``, which also
+    keeps the memory. The tensors share no memory with the model.
 
     All ranks must iterate over the stream, between passes. Until a rank has exhausted its generator, forward passes,
     backward passes and changes of weights raise an error on this rank. If a rank leaves its loop early, the rest of the
@@ -62,7 +62,7 @@ def stream_weights(
 
     Args:
         model: a sharded model.
-        bucket_bytes: bytes of tensors that are gathered at once. A larger tensor is gathered alone.
+        bucket_bytes: maximum number of bytes that are gathered together. A larger tensor is gathered alone.
         rank0_only: yield tensors on the first rank only. The other ranks of its replica still gather, but yield
             nothing. Other replicas gather nothing.
 
@@ -93,7 +93,7 @@ def _stream(runtime: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Gen
 
 
 class WeightSender:
-    """Encoder of a model's weights as packets, which send only what has changed since the last version.
+    """Encoder of a model's weights. Its packets contain only the changes since the last version.
 
     The first version, and each version with ``full=True``, sends all values. Other versions send the differences of
     16-bit weights losslessly: as integer differences of their bits, compressed with zstd if ``zstandard`` is installed
@@ -106,10 +106,10 @@ class WeightSender:
 
     Args:
         model: a sharded model.
-        bucket_bytes: bytes of tensors that a packet describes; see :func:`stream_weights`.
+        bucket_bytes: maximum number of bytes of the tensors that one packet covers; see :func:`stream_weights`.
 
     Attributes:
-        version: number of the last version, 0 before the first one.
+        version: number of the last version, or 0 before the first version.
 
     Example::
 
@@ -170,7 +170,7 @@ class WeightSender:
     def _agree_on_entries(
         self, runtime: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
     ) -> tuple[bool, list[_Entry]]:
-        """Return whether all values are sent, and the entries to send. Both are the same on all ranks."""
+        """Return whether to send all values, and the entries to send. Both results are the same on all ranks."""
         flags = [full or not self._is_complete]
         flags += [self._sent_versions.get(entry.names[0]) != versions.get(entry.names[0], -1) for entry in entries]
         flags_on_device = torch.tensor(flags, dtype=torch.int32, device=runtime.mesh_info.device)
@@ -221,7 +221,7 @@ class _Entry:
         return first_rank in ranks and ranks.index(first_rank) // size == spec.mesh_info.grid.replica_rank
 
     def launch(self) -> tuple[Tensor, PendingCollective | None]:
-        """Launch the gather of a sharded parameter, or copy another tensor."""
+        """Launch the gather of a sharded parameter, or copy a tensor that is not sharded by layerzero."""
         if self.handle is not None and self.slot is not None:
             return self.handle.weights.launch_slot_gather(self.slot)
         if isinstance(self.value, DTensor):  # a DTensor of another framework, whose ranks all call this method
@@ -245,7 +245,7 @@ def _check_bucket(bucket_bytes: int) -> None:
 
 
 def _refuse_classes(entries: Sequence[_Entry]) -> None:
-    """Raise TypeError if a tensor is of a class whose memory is not that of its values."""
+    """Raise TypeError if a tensor is of a subclass whose values cannot be read from its memory."""
     for entry in entries:
         if entry.param is None and type(entry.value) not in (Tensor, nn.Parameter, DTensor):
             raise TypeError(
@@ -307,7 +307,7 @@ def _entries_of(runtime: LayerZeroState) -> list[_Entry]:
 
 
 def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> list[list[_Entry]]:
-    """Divide the entries into buckets of at most `bucket_bytes`, or of one larger tensor."""
+    """Divide the entries into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket."""
     buckets: list[list[_Entry]] = []
     remaining = 0
     for entry in entries:
@@ -322,7 +322,7 @@ def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> list[list[_Entry]]
 def _gather_buckets(
     runtime: LayerZeroState, buckets: Sequence[Sequence[_Entry]], *, rank0_only: bool
 ) -> Generator[list[tuple[tuple[str, ...], Tensor]], None, None]:
-    """Yield the names and full tensors of each bucket, which are emptied when the next bucket is requested.
+    """Yield the names and full tensors of each bucket. The tensors are emptied when the next bucket is requested.
 
     With `rank0_only`, yield empty lists on all ranks except the first one. See [Note: End of a weight stream].
     """

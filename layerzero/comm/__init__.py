@@ -1,1 +1,1 @@
-"""Provide process groups, communicators, collectives, and agreement between ranks."""
+"""Provide process groups, communicators, collectives, and checks that ranks agree."""

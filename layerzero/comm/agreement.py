@@ -1,12 +1,13 @@
 """Check through the store that the ranks agree on an operation before they start it.
 
-Collectives abort or hang if sizes or dtypes differ between ranks. Waits for keys in the store time out with an error.
-Every rank publishes its next operation, the first rank compares the entries, and every rank reads the verdict.
+Collectives abort or hang if sizes or dtypes differ between ranks. The check therefore uses the store, whose waits time
+out with an error. Every rank publishes an entry that describes its next operation, the first rank compares the entries,
+and every rank reads the verdict.
 
 [Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after
 it has read the verdict. The ranks read the verdict at different times. Once all ranks take part in the next agreement,
-all of them have read the previous verdict, and the first rank deletes that verdict. After a failed agreement, only the
+they must have read the previous verdict, so the first rank deletes that verdict. After a failed agreement, only the
 verdict with the reason remains.
 """
 
@@ -55,15 +56,15 @@ def require_equal(
     """Raise an error on every rank unless all `ranks` publish the same `fields` for `subject` and no rank has failed.
 
     Args:
-        subject: subject of the agreement, at the start of the error message.
+        subject: description of the operation, which starts the error message.
         fields: JSON-serializable values by name.
-        ranks: global ranks that call this function together, listed in the same order on each rank. Each of these ranks
-            must make its calls with the same `ranks` in the same order.
+        ranks: global ranks that call this function together, in the same order on every rank. Successive calls with
+            the same `ranks` must also have the same order on every rank.
         groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
-        failure: error to raise on this rank. The other ranks raise an error that reports this error.
+        failure: error to raise on this rank, or None. The other ranks then raise an error that quotes this error.
         timeout: maximum time to wait for the other ranks; by default the timeout of the store.
-        advice: advice for the user, appended to the message about a difference. The advice is not part of `subject`,
-            because messages of other ranks quote the subject.
+        advice: advice for the user, appended to the message if the ranks disagree. It is separate from `subject`,
+            because other messages also quote the subject.
 
     Raises:
         ValueError: the ranks disagree. The message names each differing field, its values and their ranks.
@@ -95,7 +96,7 @@ def _exchange_fields(
     failure: Exception | None,
     timeout: timedelta | None,
 ) -> str:
-    """Publish the fields of this rank and return the verdict. See [Note: Lifetime of store keys]."""
+    """Publish the fields of this rank and return the first rank's verdict. See [Note: Lifetime of store keys]."""
     store = _get_default_store()
     timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()

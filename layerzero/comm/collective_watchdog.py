@@ -57,9 +57,9 @@ _SCOPE = "layerzero/late"
 def default_limit(timeout: float) -> float:
     """Return the limit of the default watchdog, in seconds.
 
-    The watchdog reports at most a tenth of the limit, or 5 s, after the limit has passed. The limit is half the
-    timeout, so the report appears well before torch ends the process. A step rarely takes 5 minutes, so a longer limit
-    would only delay the report.
+    The report appears at most 5 s, or a tenth of the limit if that is longer, after the limit has passed. The limit is
+    half the timeout, so the report appears well before torch ends the process. A step rarely takes 5 minutes, so a
+    longer limit would only delay the report.
 
     Args:
         timeout: timeout of the process group, in seconds.
@@ -77,7 +77,7 @@ def _request_period(limit: float) -> float:
 
 @dataclass(frozen=True)
 class Scope:
-    """Scope of the keys that one watchdog uses in the store.
+    """Namespace of the keys that one watchdog uses in the store.
 
     Attributes:
         prefix: prefix of the keys.
@@ -150,7 +150,7 @@ class Launch:
             self._mark = self._order.record_event()
 
     def query_is_over(self) -> bool:
-        """Return whether the collective is over; may query the device."""
+        """Return whether the collective is over, and query the device if necessary."""
         works = self._works()
         if not self._over:
             self._over = bool(self._mark.query()) if self._mark is not None else works is None or works.done()
@@ -177,7 +177,7 @@ class Watchdog:
     """Watchdog for late collectives of one model. Started by :func:`layerzero.watchdog` or by ``shard_model``.
 
     Attributes:
-        limit: time in seconds after its launch from which an incomplete collective counts as late.
+        limit: number of seconds after its launch at which an incomplete collective counts as late.
         is_default: True if ``shard_model`` has started the watchdog.
         reports: lines that the watchdog of this rank has logged.
     """
@@ -240,7 +240,7 @@ class Watchdog:
         self._steps += 1
 
     def launched(self, works: PendingCollective) -> Launch:
-        """Record a launch.
+        """Record that a collective has been launched, and return the record.
 
         This method is called for each collective, so it usually takes no lock and does not query the device.
         """
@@ -279,7 +279,7 @@ class Watchdog:
         return world is not None and dist.group.WORLD is world
 
     def _delete_store_keys(self) -> None:
-        """Delete the keys of this rank from the store, and the common keys if this is the last rank to end."""
+        """Delete this rank's keys from the store. The last rank that ends also deletes the common keys."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
@@ -289,7 +289,7 @@ class Watchdog:
             pass
 
     def _monitor_store(self) -> None:
-        """Report late collectives while the store does not answer."""
+        """Report late collectives while the store does not answer. This is the loop of the second thread."""
         while not self._ended.wait(self._period):
             asking_since = self._request_started
             silence = 0.0 if asking_since is None else time.monotonic() - asking_since
@@ -382,10 +382,10 @@ class Watchdog:
 
 
 def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return the keys that exist in a store. The fewer keys are missing, the fewer requests are made.
+    """Return the keys that exist in a store, with few requests to the store if few keys are missing.
 
     Args:
-        check: function that returns whether the store has all of the given keys.
+        check: function that returns whether the store has all keys in a sequence.
     """
     if not keys or check(keys):
         return list(keys)

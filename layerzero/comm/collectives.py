@@ -1,26 +1,25 @@
 """Launch collectives between ranks.
 
 This is the only file in the package that calls collectives of torch.distributed. Other files choose a
-:class:`Collective` (gather, hop 1, hop 2, refresh, ...) and a communicator. A transport that uses no backend launches
-its collectives inside :func:`launching`.
+:class:`Collective` (gather, hop 1, hop 2, refresh, ...) and a communicator. The shared-memory transport sends no
+messages; it wraps its transfers in :func:`launching`, which counts and traces them.
 
 [Note: Reductions in fp32]
-On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This all-to-all
-sends the same number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype,
-and returns bitwise identical results on every run. The all-to-all is also faster than gloo's reduce-scatter. Other
-backends use their own reduce-scatter, which adds in the wire dtype, unless `reduce_scatter_with_fp32_accumulation` is
-set. Ranks that share memory read the pieces in place and add them in the same order, so the results are bitwise
-identical; see comm/transport/shared_memory.py.
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This method sends as
+many bytes as gloo's reduce-scatter and is faster. It adds in the accumulator's precision regardless of the wire dtype,
+and returns bitwise identical results on every run. Other backends use their own reduce-scatter, which adds in the wire
+dtype, unless `reduce_scatter_with_fp32_accumulation` is set. Ranks that share memory read the pieces in place and add
+them in the same order, so the results are bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: Unequal parts]
-NCCL has no all-gather and no reduce-scatter of unequal parts. torch replaces them by one broadcast or one reduction per
+NCCL has no all-gather or reduce-scatter for unequal parts. torch replaces them with one broadcast or one reduction per
 rank, which run one after the other. Unequal parts are therefore exchanged with a single all-to-all, in which all pairs
-of ranks communicate at the same time. The parts of a reduction are added by their receiver.
+of ranks communicate at the same time. The receiving rank adds the parts of a reduction.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
 rank's piece. Between two ranks, one broadcast from each rank directly into the output sends the same number of bytes
-and takes a third less work. Between more ranks, the ring is used, because its messages cross node boundaries less often
+and takes a third less work. With more ranks, the ring is used, because its messages cross node boundaries less often
 than the messages of broadcast trees. A shard that is itself a master is an exception. The user may write to the master
 during the collective, so the collective must only read it. In this case, broadcasts are used for any number of ranks.
 """
@@ -126,13 +125,13 @@ class Communicator:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend of `group` for a device type. A group such as "cpu:gloo,cuda:nccl" has one for each type."""
+    """Return the backend of `group` for a device type. For example, "cpu:gloo,cuda:nccl" has one backend per type."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
 class Transfer(Protocol):
-    """Pending transfer: a :class:`torch.distributed.Work` of a backend, or a wait for ranks that share memory."""
+    """Pending transfer: a :class:`torch.distributed.Work`, or a wait for ranks that share memory."""
 
     def is_completed(self) -> bool: ...
 
@@ -189,7 +188,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """Transfers in flight that form one collective and have one common wait."""
+    """Collective in flight, which consists of one or more transfers and has a single wait."""
 
     each: tuple[Transfer, ...]
     issued: LaunchedCollective
@@ -206,7 +205,7 @@ class PendingCollective:
         """Wait for all transfers.
 
         Args:
-            off_main_thread: True if a background thread waits in place of the program. The waiting time is then not
+            off_main_thread: True if a background thread of the engine calls this method. The waiting time is then not
                 counted.
 
         Raises:
@@ -237,9 +236,9 @@ class PendingCollective:
 
 
 def wait_in_slices(works: Sequence[Any], may_wait: Callable[[], bool]) -> bool:
-    """Wait in a background thread for transfers, so that the thread is not inside a backend when the process ends.
+    """Wait for transfers in short slices, so that a background thread can leave the backend before the process ends.
 
-    Errors of the transfers are not raised. Wait for the completed transfers again to raise them.
+    This function does not raise the errors of transfers. Call their ``wait`` again to raise them.
 
     Args:
         works: objects with the methods ``is_completed()`` and ``wait(timeout)``.
@@ -259,7 +258,7 @@ def wait_in_slices(works: Sequence[Any], may_wait: Callable[[], bool]) -> bool:
 
 @dataclass
 class PendingReduction:
-    """In-flight reduce-scatter. The object keeps the buffers alive until the result has been added to a target."""
+    """In-flight reduce-scatter, which keeps its buffers alive until the result has been added to a target."""
 
     work: PendingCollective
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
@@ -275,7 +274,7 @@ class PendingReduction:
         """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this method once, after :meth:`wait`.
 
         If `overwrite` is True, the result replaces the contents of `target`. If `rounds_once` is True, the sum is
-        computed in fp32.
+        computed in fp32 and rounded once to the target's dtype.
         """
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
@@ -332,10 +331,9 @@ def all_gather(
 
     Args:
         shard: shard of this rank, which may be this rank's slice of `out`.
-        name: name of the collective in messages and traces, for example the name of the unit. The functions below have
-            the same argument.
+        name: name of the collective in messages and traces, for example the name of the unit.
         only_reads_shard: if True, do not write to `shard`, because the user may write to `shard` during the collective.
-        parts: number of elements in each rank's shard, if the numbers differ.
+        parts: number of elements in the shard of each rank, or None if all shards have the same size.
     """
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
     with launching(comm, collective, name, sent) as issued:
@@ -371,7 +369,7 @@ def reduce_scatter(
 
     Args:
         pool: pool that provides the receive buffer.
-        parts: number of elements that each rank receives, if the numbers differ.
+        parts: number of elements that each rank receives, or None if all ranks receive equally many.
     """
     assert flat.dtype == wire
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
@@ -414,9 +412,10 @@ def encoded_reduce_scatter(
     to its own exact piece in rank order. The other arguments are the same as for :func:`reduce_scatter`.
 
     Args:
-        encoded: codec, and the elements of each rank's piece that it encodes. The others are padding.
-        residual: 1-D, bf16, errors of the previous messages, in the order of the pieces that this rank sends. They are
-            added to the messages, and replaced by the errors of these messages. None without error feedback.
+        encoded: codec, and the elements of each rank's piece that it encodes. The other elements are padding.
+        residual: encoding errors of the previous messages, 1-D bf16, in the order of the pieces that this rank sends.
+            They are added to the new messages and then overwritten with the errors of the new messages. None if error
+            feedback is off.
     """
     numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
     codec, dtype, blocks, sizes = encoded
@@ -461,7 +460,7 @@ def encoded_reduce_scatter(
 
 
 def encoded_buffer_sizes(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:
-    """Return the sizes of the buffers that :func:`encoded_reduce_scatter` acquires: to send, to receive, and to add.
+    """Return the sizes of the send, receive and summand buffers that :func:`encoded_reduce_scatter` acquires.
 
     Args:
         numels: number of elements that each rank receives.
@@ -517,14 +516,14 @@ def send_recv(
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
-    """Return the error to raise for `error`, which occurred while this rank waited for ranks that share memory."""
+    """Convert `error`, raised by a wait for ranks that share memory, into an error that names the missing ranks."""
     return LaunchedCollective(comm, collective, name, None).failed(error)
 
 
 def all_reduce(
     comm: Communicator, collective: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
-    """Start an in-place all-reduce of a small tensor. The bytes that a ring algorithm would send are counted."""
+    """Start an in-place all-reduce of a small tensor, and count the bytes that a ring algorithm would send."""
     sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
     with launching(comm, collective, "", sent) as issued:
         return issued.attach_transfers(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
@@ -576,7 +575,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
 
 
 def connect_pairs(comm: Communicator, device: torch.device) -> None:
-    """Connect each pair of ranks by running a tiny all-to-all, as :func:`connect`. NCCL uses other channels for it."""
+    """Connect each pair of ranks by running a tiny all-to-all, for which NCCL uses separate channels."""
     if comm.size > 1 and not comm.held_group.is_local:
         full = torch.zeros(comm.size, device=device)
         dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)

@@ -1,8 +1,8 @@
-"""Publish the status of each rank in the store, and write error messages that name the ranks missing in a collective.
+"""Publish the status of each rank in the store, and name the ranks that are missing from a failed collective.
 
-If a rank dies, its collectives with other ranks fail, at the latest after their timeout. If the backend's `wait` raises
-an error, as gloo's does, each of the other ranks then raises an error that names the dead rank, unless the store died
-with that rank. With NCCL, `wait` never raises; see collective_watchdog.py.
+If a rank dies, its collectives with other ranks fail, at the latest after their timeout. With gloo, `wait` raises an
+error, and each of the other ranks then raises an error that names the dead rank, unless the store died with that rank.
+With NCCL, `wait` never raises; see collective_watchdog.py.
 
 The diagnosis runs after a collective has failed. Before that, `collective_watchdog` reports late ranks. If ranks share
 memory, transport/shm_counters.py detects that one of their processes has exited.
@@ -43,7 +43,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Published status of a rank."""
+    """Status that a rank publishes in the store, for the error messages of other ranks."""
 
     doing: str  # for example "gather of 'layers.3'"
     failed: str = ""  # kind of failure; empty: no failure
@@ -71,14 +71,14 @@ class CollectiveError(RuntimeError):
 
 
 def publish_status(status: RankStatus) -> None:
-    """Publish the status of this rank in the store. Do not wait for an answer."""
+    """Publish the status of this rank in the store, without waiting for an answer."""
     _get_default_store().set(_status_key(dist.get_rank()), json.dumps(asdict(status)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
     """Return the last published status of each rank in `ranks`, by rank. Omit ranks that have published no status.
 
-    If `found` is given, each status is added to it as soon as it is read.
+    If `found` is not None, each status is added to `found` as soon as it has been read.
     """
     store = _get_default_store()
     found = {} if found is None else found

@@ -1,7 +1,8 @@
 """Create meshes, and store the coordinates and communicators of this rank among the data-parallel ranks.
 
-The rank in replica r with ZeRO-3 coordinate s has the index r * S + s. The index of its ZeRO-1 shard in the flat order
-is k = s * R + r. The ZeRO-1 shard therefore lies inside ZeRO-3 shard s, and every collective runs along one axis.
+With R replicas of S ranks, the rank in replica r with ZeRO-3 coordinate s has the index r * S + s. The index of its
+ZeRO-1 shard in the flat order is k = s * R + r. The ZeRO-1 shard therefore lies inside ZeRO-3 shard s, and every
+collective runs along one axis.
 
 [Note: One process group per communicator]
 A backend matches the collectives of a group by their order. The groups of a mesh may be shared by the user's
@@ -122,7 +123,7 @@ class MeshInfo:
         *,
         sums_locally: bool = False,
     ) -> MeshInfo:
-        """Create the communicators of a mesh. All ranks of the mesh must call this method.
+        """Create the communicators of a mesh, and return its mesh info. All ranks of the mesh must call this method.
 
         Args:
             mesh: see :func:`as_data_parallel`.

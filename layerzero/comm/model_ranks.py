@@ -73,7 +73,7 @@ class ModelRanks:
         return replace(self, mesh_info=self.with_model_ranks(self.mesh_info))
 
     def with_model_ranks(self, mesh_info: MeshInfo) -> MeshInfo:
-        """Return a copy of `mesh_info` whose `over_model` communicators reach all ranks of the model."""
+        """Return a copy of `mesh_info` whose `over_model` communicators together reach all ranks of the model."""
         return replace(mesh_info, over_model=self.communicators[::-1])
 
     @property
@@ -141,7 +141,7 @@ class ModelRanks:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelAxes:
-    """Model-parallel axes that complement one data-parallel mesh, for parameters that are DTensors."""
+    """Mesh and communicators of the model-parallel axes that complement a data-parallel mesh, for DTensors."""
 
     mesh: DeviceMesh
     communicators: tuple[Communicator, ...]  # one for each axis of `mesh`
@@ -185,7 +185,7 @@ class LateMaximum:
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Store the messages received along each communicator and return the maximum that is now complete.
+        """Store the messages received along each communicator, and return the completed maximum, uint8 [numel].
 
         Args:
             messages: messages of all ranks for each communicator, uint8 [ranks, numel].
@@ -200,7 +200,7 @@ def reduce_over(
     op: dist.ReduceOp.RedOpType,
     collective: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
-    """Reduce a small tensor in place along one communicator after the other."""
+    """Reduce a small tensor in place, along one communicator after the other, and wait for the result."""
     for comm in comms:
         if comm.size > 1:
             all_reduce(comm, collective, number, op).wait()

@@ -2,17 +2,16 @@
 
 [Note: Group creation by members only]
 Only the members of a group create the group. A model may use only some of the ranks, and the other ranks then make no
-calls.
-After ``init_process_group(device_id=...)``, torch would split the world's communicator for each new group. A split
-needs all ranks of the world, and would hang if only the members called it. Therefore the world is not bound to a device
-while this module creates a group.
+calls. After ``init_process_group(device_id=...)``, torch would split the world's communicator for each new group. A
+split needs all ranks of the world, and would hang if only the members called it. Therefore the world is not bound to a
+device while this module creates a group.
 
 [Note: Names of groups]
-torch derives the name of such a group from its ranks and from the number of groups of the process. That number
-decreases when groups are released. torch could then reuse a name while the keys of the previous group are still in the
-store, or while another group has this name. Ranks that collect garbage at different times would also use different
-names for the same group, and deadlock. Therefore layerzero names a group after its ranks and the number of groups
-created for these ranks so far. Local groups of a model are also removed from torch's tables (see the next note).
+If only the members create a group, torch derives its name from its ranks and from the number of groups in the process.
+That number decreases when groups are released. torch could then reuse a name while the keys of the previous group are
+still in the store, or while another group has this name. Ranks that collect garbage at different times would also use
+different names for the same group, and deadlock. Therefore layerzero names a group after its ranks and the number of
+groups created for these ranks so far. Local groups of a model are also removed from torch's tables (see the next note).
 Therefore the names of torch's other groups do not depend on the number of live models.
 
 [Note: Release of groups]
@@ -88,13 +87,13 @@ _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other
 
 
 class InFlightWork(Protocol):
-    """In-flight work on a group."""
+    """Interface of in-flight work that must complete before its process group is dropped."""
 
     def done(self) -> bool: ...
 
 
 class Reservation:
-    """Reservation of some groups by one thread.
+    """Reservation of process groups by one thread.
 
     Other threads launch collectives on these groups only after that thread has made its launches.
     """
@@ -139,13 +138,13 @@ class HeldGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises RuntimeError after the group was closed or released."""
+        """The process group. Raises RuntimeError if the group has been closed or released."""
         self.require_open()
         assert self._group is not None
         return self._group
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the group was closed or released."""
+        """Raise RuntimeError if the group has been closed or released."""
         if self._closed:
             raise RuntimeError(CLOSED)
 
@@ -154,7 +153,7 @@ class HeldGroup:
         return all(each.done() for each in list(self.in_flight.values()))
 
     def track(self, ending: InFlightWork) -> None:
-        """Keep the group until `ending` is done."""
+        """Keep the group until the work `ending` is done."""
         if len(self.in_flight) >= 8:
             self.forget_done()
         self.in_flight[id(ending)] = ending
@@ -235,7 +234,7 @@ class ModelGroups:
 
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return the group of these ranks for meshes; the first call creates it. See [Note: Groups of meshes]."""
+    """Return the group that meshes use for `ranks`; the first call creates it. See [Note: Groups of meshes]."""
     key = (tuple(sorted(ranks)), dist.get_backend_config(like), backend_timeout(like, device_type))
     group = _MESH_GROUPS.get(key)
     if group is None or group not in dist.distributed_c10d._world.pg_map:
@@ -248,7 +247,7 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps the group until ``destroy_process_group()``.
 
-    Only the members of the group call this function. Each rank must make such calls in the same order.
+    Only the members of the group call this function, and they must create their groups in the same order.
     See [Note: Group creation by members only].
     """
     return _create_group(ranks, like=like, device_type=device_type, backend=backend)[0]
@@ -300,7 +299,7 @@ def wait_for_releases() -> None:
 
 @contextmanager
 def known_to_torch(group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager that adds `group` to torch's tables.
+    """Context manager that registers `group` with torch.distributed.
 
     Inside the context, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
     """

@@ -13,11 +13,11 @@ from layerzero.utils.lossless_differences import LosslessDifferences
 __all__ = ["RefreshSpeed", "measure_refresh"]
 
 _NUMEL = 2**20  # weights that a rank sends and receives in a measurement
-_GAIN = 0.7  # encoding takes time of the processor, so it must save more than a little
+_GAIN = 0.7  # encoding occupies the processor, so it must save at least 30% of the time
 
 
 class RefreshSpeed(NamedTuple):
-    """Times of a refresh in seconds."""
+    """Durations of a plain and an encoded refresh, in seconds."""
 
     plain: float
     encoded: float
@@ -31,7 +31,7 @@ def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshSp
     """Time a plain and an encoded refresh of random weights. All ranks of the model must call this function together.
 
     The link and the processors are then as busy as in a step. The encoded messages have about 8 bits per weight, as at
-    the beginning of a training. Encoding, sending and decoding are assumed not to overlap.
+    the beginning of training. Encoding, sending and decoding are assumed not to overlap.
 
     Args:
         comm: gloo communicator along the replica axis.

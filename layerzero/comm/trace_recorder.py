@@ -1,4 +1,4 @@
-"""Report the computation of units and the collectives to traces and to torch's profiler.
+"""Report the collectives and the computations of units to traces and to torch's profiler.
 
 The engine reports its operations to a :class:`TraceDispatcher`. While a trace (:func:`layerzero.trace`) or torch's
 profiler is active, the dispatcher forwards the operations to the recorder of the trace, and to the profiler as named
@@ -121,7 +121,7 @@ class CollectiveTrace:
             yield
 
     def was_awaited(self, began: Any) -> None:
-        """Record that the program has waited since `began` for the thread that handles this collective."""
+        """Record that the calling thread has waited since `began` for the thread that handles this collective."""
         if self._recorder is not None:
             self._recorder.mark("wait", self.name, began, flight=self)
 
@@ -229,7 +229,7 @@ class TraceDispatcher:
 
     @contextmanager
     def awaiting(self, collective: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
-        """Context manager that records the program's wait for a collective that another thread handles.
+        """Context manager that records the calling thread's wait for a collective that another thread handles.
 
         Args:
             flight: function that is called after the wait. It returns the trace of the collective, or None if the trace

@@ -57,7 +57,7 @@ _SPELLED = {  # for messages
 
 
 def display_name(collective: Collective, name: str) -> str:
-    """Return the display name of a collective, followed by `name`, which is for example the name of its unit."""
+    """Return the display name of a collective, followed by `name`, for example the name of the unit."""
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 
 
@@ -82,12 +82,12 @@ _SHOWN = 6  # number of gathers before a failure that the error message names
 
 
 def gather_name(collective: Collective, unit: str) -> str:
-    """Return the name of a gather that comparisons of gather orders, and messages about them, use."""
+    """Return the name of a unit's gather or regather, for comparisons of gather orders and for error messages."""
     return f"{unit} (kept)" if collective is Collective.REGATHER else unit
 
 
 class TrafficTotals(NamedTuple):
-    """Counts of :class:`TrafficCounters` at one time."""
+    """Snapshot of the counts of a :class:`TrafficCounters`."""
 
     calls: dict[str, int]
     bytes: dict[tuple[str, str], int]
@@ -126,7 +126,7 @@ class TrafficCounters:
             self.gathered.append(gather_name(collective, name))
 
     def gathers_up_to(self, collective: Collective, unit: str) -> tuple[str, ...]:
-        """Return the names of the last gathers, up to and including the gather of `unit`. Omit consecutive repeats.
+        """Return the names of the last gathers up to that of `unit`, without consecutive repeats.
 
         If `collective` is not a gather, `unit` is appended as the next gather.
         """

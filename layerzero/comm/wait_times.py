@@ -20,7 +20,7 @@ def record_wait(
     issued: Sequence[LaunchedCollective] = (),
     number: int = 0,
 ) -> Iterator[None]:
-    """Context manager that counts and traces the program's wait for a collective that a background thread handles.
+    """Context manager that times and traces the calling thread's wait for a collective of a background thread.
 
     Args:
         collective: collective to which the wait is attributed if `issued[number]` does not exist after the wait.

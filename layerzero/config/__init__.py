@@ -41,7 +41,7 @@ class Precision:
     compute: torch.dtype  # dtype of the ZeRO-3 shard and the full buffer
     reduce: torch.dtype  # most precise dtype in which hop 1 sends gradients
     replica_reduce: torch.dtype  # dtype in which hop 2 sends gradients
-    accumulator: torch.dtype | None = None  # dtype of accumulators that are not the final gradient; None: as `master`
+    accumulator: torch.dtype | None = None  # dtype of accumulators that are not the final gradient; None means `master`
 
     @property
     def casts_to_16_bits(self) -> bool:
@@ -51,7 +51,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerZeroConfig:
-    """Settings for :func:`layerzero.shard_model`. That function describes the meaning of each setting.
+    """Settings for :func:`layerzero.shard_model`, which describes the meaning of each setting.
 
     Raises:
         TypeError, ValueError: a setting has an invalid type or value. The message names the setting and the accepted
@@ -94,6 +94,7 @@ class LayerZeroConfig:
         `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
         `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``, and `refresh_codec` can be ``lossless``,
         ``int4_difference`` or ``auto``.
+
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
         together with ``backward_prefetch``.
@@ -169,7 +170,7 @@ class LayerZeroConfig:
 
     @property
     def encodes_refreshes(self) -> bool:
-        """True if refreshes are sent as differences. ``"auto"`` is replaced when a model is sharded."""
+        """True if refreshes are sent as differences; False for ``"auto"``, which `shard_model` replaces."""
         return self.refresh_codec not in (None, "auto")
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
@@ -192,8 +193,8 @@ class LayerZeroConfig:
     def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
         """Return whether a unit is resharded after its forward.
 
-        The result is True, False, or an int k with 1 < k < `zero3_size`. If it is an int, the backward gathers the
-        unit from the post-forward shards on k ranks.
+        The result is True, False, or an int k with 1 < k < `zero3_size`. With an int, the backward gathers the unit
+        from the post-forward shards on k ranks.
 
         Raises:
             ValueError: k does not divide `zero3_size`.

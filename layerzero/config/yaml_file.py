@@ -66,12 +66,12 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file uses MindSpeed's names. In such files, `zero3_size` also counts tensor-parallel ranks."""
+    """Return whether a file uses MindSpeed's names. In such files, `zero3_size` also counts tensor-parallel ranks."""
     return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the names and values of a YAML file.
+    """Return the top-level mapping of a YAML file.
 
     Raises:
         ValueError: the file is not YAML, does not contain a mapping, or contains a name twice.
@@ -103,7 +103,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """Convert the contents of a settings file to arguments for :class:`layerzero.LayerZeroConfig`.
 
-    :func:`read_settings` describes the arguments and errors.
+    See :func:`read_settings` for the arguments and errors.
     """
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
@@ -162,7 +162,7 @@ def _codec_named(setting: str, name: str) -> GatherCodec:
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:
-    """Return the dtype that a setting's value names.
+    """Convert the value of a setting to a dtype.
 
     Args:
         name: name of the setting, for the error message.

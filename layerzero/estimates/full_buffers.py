@@ -1,7 +1,7 @@
 """Predict the memory of full buffers by simulating training steps on the meta device.
 
-Units are gathered and freed in the order in which they were registered, and nested units during the calls to their
-parents. `prefetch` units are gathered ahead. As in training, a `FullBufferPool` allocates, caches and frees the
+The simulation gathers and frees units in the order in which they were registered, and nested units during the calls to
+their parents. It gathers `prefetch` units ahead. As in training, a `FullBufferPool` allocates, caches and frees the
 storages of full buffers.
 """
 
@@ -23,14 +23,14 @@ _STEPS = 3  # the first forward pass has no recorded order and does not prefetch
 
 
 class FullBufferEstimate(NamedTuple):
-    """Number of bytes that full buffers use on the device."""
+    """Predicted number of bytes that full buffers use on the device."""
 
     idle: int  # number of bytes that are cached between two steps
     peak: int  # maximum of the sum of allocated and cached bytes
 
 
 def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
-    """Simulate the full buffers of `units` during steps with one forward and one backward pass.
+    """Return the memory of the full buffers of `units` in simulated steps with one forward and one backward pass.
 
     The root must be the first of `units`.
     """
@@ -146,7 +146,7 @@ class _StepSimulation:
 
 
 def _on_mesh_of(unit: UnitSpec, candidates: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
-    """Yield the units of `candidates` that may be prefetched when `unit` is called: those with the same traits."""
+    """Yield the units in `candidates` that a call to `unit` may prefetch, which have the same traits as `unit`."""
     return (candidate for candidate in candidates if candidate.traits == unit.traits)
 
 

@@ -1,6 +1,7 @@
 """Predict the memory and traffic of a rank from the specs of its units.
 
-`scratch_buffers` predicts scratch buffers. planning/meta_sharding.py adds the scratch buffers and the optimizer state.
+Callers pass the size of the scratch buffers, which scratch_buffers.py predicts. The optimizer state is not included;
+planning/meta_sharding.py predicts it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
     Args:
         units: specs of all units on the rank. The root must be first.
-        scratch: size of the scratch buffers of reductions in bytes, which is included in the result.
+        scratch: size in bytes of the scratch buffers for reductions, which is included in the result.
     """
     kinds: Counter[str] = Counter()
     for unit in units:
@@ -56,11 +57,11 @@ def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
-    """Return the bytes that a rank sends per call, one entry per handle, keyed by collective.
+    """Return the number of bytes that a rank sends in each call: a list with one entry per handle, by collective.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
-    send different amounts. Refreshes are also omitted if any of them is encoded, because the number of bytes
-    then depends on the weights.
+    send different amounts. Refreshes are also omitted if any of them is encoded, because the number of bytes then
+    depends on the weights.
     """
     sent_bytes: dict[str, list[int]] = {}
     encoded = any(handle.encodes_refresh for unit in units for handle in unit.handles)
@@ -130,7 +131,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
 
 
 def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
-    """Return the size of the errors that the feedback of a codec of hop 2 stores."""
+    """Return the size in bytes of the errors that a hop-2 codec with feedback stores."""
     codecs = [stage.codec for stage in handle.reduction_spec.stages if stage.codec is not None]
     if not handle.trainable or not any(has_feedback(codec) for codec in codecs):
         return 0

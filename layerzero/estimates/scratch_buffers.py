@@ -1,16 +1,16 @@
-"""Predict the number of scratch buffers of each size that reductions use at once.
+"""Predict the number of scratch buffers of each size that reductions use at the same time.
 
 [Note: Number of scratch buffers]
 Handles are reduced one after the other, and reduction_queue.py limits the number of in-flight reductions. At most
 `IN_FLIGHT` reductions are in each hop. One more reduction is launched before the host waits for the oldest reduction.
-Gradients arrive in one unit after the other. They also arrive in the units that contain the current unit, and these
+Units receive gradients one after the other. The units that contain the current unit also receive gradients, and they
 complete last. Therefore the number of buffers of each size follows from the layouts. All buffers of a size are
 allocated when the first of them is used, so the memory of a model does not depend on the speed of collectives. If the
-backward passes of units interleave, more buffers may be in use at once. These are then allocated.
+backward passes of units interleave, additional buffers are allocated when they are needed.
 
-On a device, streams wait for reductions instead of the host. Buffers of a unit are needed from the arrival of its
-gradients until the reduction of the unit has completed. At most two units that do not contain each other have buffers:
-one is reduced while the gradients of the next one arrive; see [Note: Scratch memory on a device] in
+On a device, streams wait for reductions instead of the host. A unit needs its buffers from the arrival of its gradients
+until its reduction has completed. At most two units have buffers at the same time, in addition to the units that
+contain them: one unit is reduced while the next one receives gradients. See [Note: Scratch memory on a device] in
 device/buffer_pools.py.
 """
 
@@ -37,11 +37,11 @@ _UNREAD = 2  # number of buffers of a size that may still be read when the next 
 
 
 class ScratchBuffers(NamedTuple):
-    """Number of scratch buffers that are in use at once, by size."""
+    """Number of scratch buffers that are in use at the same time, by size."""
 
     scratch: Counter[Size]
     outgoing: Counter[Size]  # transport buffers from which hop 1 sends; empty if hop 1 sends from scratch buffers
-    nbytes: int  # bytes of `scratch` in use at once; on a device, not all sizes are in use at the same time
+    nbytes: int  # bytes of `scratch` in use at the same time; on a device, at most the sum over all sizes
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """Return the sum of these buffers and `more`, the buffers of handles on another mesh."""
@@ -128,13 +128,13 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
 
 def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits: RankTraits) -> ScratchBuffers:
     units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
-    incoming: dict[str, Counter[Size]] = {}  # of these, the ones in which gradients arrive
+    incoming: dict[str, Counter[Size]] = {}  # those of the buffers above in which gradients arrive
     for handle in handles:
         if handle.trainable:
             units.setdefault(handle.unit, Counter()).update(_sizes_on_device(handle, config, traits))
             incoming.setdefault(handle.unit, Counter()).update(_incoming_sizes(handle, config, traits))
     scratch, nbytes = Counter[Size](), 0
-    # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
+    # A backward pass starts with the last unit, and reaches a unit after the units inside it.
     order = list(reversed(units))
     for preceding, unit in zip(order[:1] + order, order, strict=False):
         together = units[unit] + (units[preceding] if preceding != unit else Counter())
@@ -219,7 +219,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _receive_sizes(handle: HandleSpec, stage: int, traits: RankTraits) -> list[Size]:
-    """Return the size of a stage's receive buffer, or of all buffers that encoded messages need.
+    """Return the size of a stage's receive buffer or, with a codec, the sizes of all buffers that the stage needs.
 
     If this rank adds the parts of all ranks, the receive buffer holds all of these parts. Otherwise it holds their sum.
     """
@@ -237,7 +237,7 @@ def _receive_sizes(handle: HandleSpec, stage: int, traits: RankTraits) -> list[S
 
 
 def _max_buffers_in_use(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
-    """Return the largest number of buffers, by size, that any `at_once` of the reductions use.
+    """Return the largest number of buffers, by size, that any `at_once` reductions use together.
 
     Args:
         buffers: sizes of the buffers that each reduction uses.

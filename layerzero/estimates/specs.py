@@ -86,7 +86,7 @@ class HandleSpec:
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
-        """Return the sizes, in bytes, of the full buffer and of each parameter that is not contiguous.
+        """Return the sizes in bytes of the full buffer and of each gathered parameter that is not contiguous.
 
         If the handle has an all-gather extension, return the sizes of the tensors that the extension receives and
         creates.
@@ -105,7 +105,7 @@ class UnitSpec:
     traits: RankTraits
     reshard_after_forward: (
         bool | int
-    )  # True: the unit is freed after its forward. An int: its backward gathers among that many ranks
+    )  # True: the unit is freed after its forward. An int: its backward gathers it among that many ranks
     over: Hashable = None  # identifies the mesh over which the unit is sharded
 
     @property
@@ -117,10 +117,7 @@ class UnitSpec:
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def encoded_bytes_of(self, handle: HandleSpec) -> int:
-        """Return the number of bytes that a handle needs for encoded weights during a gather.
-
-        The full buffer is not included.
-        """
+        """Return the number of bytes of encoded weights during a gather of a handle, without the full buffer."""
         return handle.coded if self.traits.needs_gather else 0
 
     def post_forward_bytes_of(self, handle: HandleSpec) -> int:
@@ -144,7 +141,7 @@ class UnitSpec:
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
-    """Return the specs of existing units. The layouts of the units may have changed since they were built."""
+    """Return the specs of existing units, with their current layouts."""
     units = tuple(units)
     in_host = any(handle.weights.host_shard is not None for unit in units for handle in unit.handles)
     return [

@@ -34,7 +34,7 @@ class MemoryReport:
       pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
       refreshes that `refresh_codec` encodes. On the CPU, they are kept. On a device, they are returned to torch's
-      allocator between backward passes, and this is the maximum during a pass.
+      allocator between backward passes, and this kind is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
     - ``refresh_state``: last change of each compute weight, from which ``refresh_codec="lossless"`` predicts the next.
@@ -100,11 +100,12 @@ class TrafficReport:
 
     Attributes:
         calls: number of calls by collective: ``gather``, ``regather`` (for a backward pass, among the number of ranks
-            set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
-            ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
-            ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and
-            back, inside the ZeRO-3 group), ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`).
-            If ranks share memory, a ``gather`` sends no data.
+            set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``refresh_sizes`` (of encoded refreshes),
+            ``metadata`` (one byte per parameter, and other control messages), ``gather_order`` (16 bytes whenever units
+            are called in a new order), ``scalar_reduce`` (norms), ``unshard``, ``broadcast``, ``owner_gather`` and
+            ``owner_scatter`` (send full parameters to their owners and back, inside the ZeRO-3 group),
+            ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`). If ranks share memory, a ``gather``
+            sends no data.
         bytes: number of bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has
             read from other ranks' memory.
         bytes_by_axis: number of bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between
@@ -188,11 +189,11 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
-    """Return the number of calls that this rank has made and of bytes that it has sent, by collective and axis.
+    """Return this rank's number of calls and number of bytes sent, by collective and by axis.
 
     On an axis of n ranks, a ring or direct algorithm sends n-1 times this rank's shard for a gather or refresh, and
     (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report contains sums over
-    these models. If `reset` is True, the counters are then set to zero.
+    these models. If `reset` is True, the counters are set to zero after they have been read.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
     if len(reports) == 1:
@@ -223,7 +224,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _predicted_bytes(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Return the predicted number of bytes for each collective that all handles have called equally often."""
+    """Return the predicted number of sent bytes for each collective that all handles have called equally often."""
     predicted: dict[str, int] = {}
     for collective, sent_by_handle in predicted_traffic(specs_of(runtime.units), runtime.config).items():
         rounds, remainder = divmod(calls.get(collective, 0), len(sent_by_handle))

@@ -26,7 +26,7 @@ _ALONG = {  # collectives, by the axis on which they run
 
 
 class Metrics(dict[str, float]):
-    """Numbers by name. ``str()`` formats them as a table with units."""
+    """Values of metrics by name. ``str()`` formats them as a table with units."""
 
     def __str__(self) -> str:
         rows = []
@@ -50,8 +50,9 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
     - ``layerzero/memory/KIND``: number of bytes currently allocated. KIND is a kind of memory in
       :class:`layerzero.MemoryReport`.
-    - ``layerzero/bytes/AXIS``: number of bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between
-      replicas), ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
+    - ``layerzero/bytes/AXIS``: number of bytes sent along an axis: ``zero3`` (inside the ZeRO-3 group), ``replica``
+      (between replicas), ``control`` (small messages on the CPU), or ``model_parallel`` (such as the tensor-parallel
+      axis).
     - ``layerzero/wait_seconds/COLLECTIVE``: number of seconds that the host has waited for ``gather``, ``regather``,
       ``hop1``, ``hop2``, ``refresh``, ... These waits are close to zero on devices, where streams wait instead. If
       ranks share memory, ``gather`` is the wait until the other ranks have read the old weights and written the new
@@ -119,9 +120,9 @@ def _compare_waits(runtime: LayerZeroState, waited_here: Mapping[str, float]) ->
 
 
 def rank_delays(waited: Mapping[int, float]) -> dict[str, float]:
-    """Return how late the latest ranks are, in seconds, by metric name.
+    """Return the delays of the latest ranks in seconds, by metric name.
 
-    The lateness of a rank is the median wait time of the other ranks minus the wait time of that rank.
+    The delay of a rank is the median wait time of the other ranks minus the wait time of that rank.
 
     Args:
         waited: number of seconds that each rank has waited, by rank.

@@ -44,7 +44,7 @@ class TraceEvent:
         bytes: number of bytes that this rank sends, as in :func:`layerzero.traffic`.
         completed: for a launch, the time at which the collective completed. None if the traced code raised an error
             before completion.
-        in_background: True if a background thread ran the operation while the program continued.
+        in_background: True if a background thread of layerzero ran the operation.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class TraceEvent:
 
 
 class Trace:
-    """Result of :func:`trace`.
+    """Timeline that :func:`trace` has recorded on this rank.
 
     Attributes:
         path: path of this rank's file.

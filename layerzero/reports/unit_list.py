@@ -49,10 +49,11 @@ class UnitParameter:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """Unit, which consists of modules whose parameters are gathered and freed together.
+    """Description of a unit, whose parameters are gathered and freed together.
 
     Attributes:
-        name: name of the unit's module, or names of its modules joined by "+". "" for the root.
+        name: name of the unit's module, names of its modules joined by "+", or the key that a callable `units`
+            returned for them. "" for the root.
         modules: classes of the modules whose forward gathers the unit, by module name.
         parameters: parameters of the unit, without the parameters of units inside the unit.
         gathered_bytes: size in bytes of the unit's gathered weights, in the compute dtype and including padding.
@@ -110,8 +111,8 @@ class UnitList(tuple[UnitInfo, ...]):
 def units(model: nn.Module) -> UnitList:
     """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
 
-    This function does not communicate. Each rank has different rows. ``print(model)`` also marks the modules that are
-    units.
+    This function does not communicate, and the rows differ between ranks. ``print(model)`` also marks the modules that
+    are units.
 
     Args:
         model: a sharded model.

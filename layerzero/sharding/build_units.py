@@ -1,4 +1,4 @@
-"""Build units from their definitions: check settings, allocate and initialize memory, and create handles."""
+"""Build units from their definitions: check settings, allocate and initialize parameters, and create handles."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
 
 
 def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `offload_params` is set for a parameter whose class has an all-gather extension."""
+    """Raise ValueError if `offload_params` is set and the class of a parameter has an all-gather extension."""
     for info in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
@@ -120,7 +120,7 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if a codec does not apply to the dtypes in which the model computes."""
+    """Raise ValueError if a codec does not support the model's compute dtypes or its replicated parameters."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans
@@ -154,7 +154,7 @@ def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
 
 
 def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> bool:
-    """Return whether refreshes of the model can be encoded."""
+    """Return whether refreshes can be encoded, which needs gloo on the CPU and 16-bit copies of trainable masters."""
     return _runs_on_gloo(mesh) and any(each.casts_to_16_bits for each in _precisions(plans, config))
 
 
@@ -271,6 +271,7 @@ def plan_handles(
     group gets one or more handles. Each parameter with an all-gather extension gets its own handle.
 
     Args:
+        where: traits of the rank for which the handles are planned.
         averaged: number of data-parallel ranks in the root's mesh. Gradients are averaged over these ranks, even if the
             unit is sharded over another mesh.
         has_model_parallel_spec: function that returns whether a parameter has a model-parallel spec.
@@ -439,7 +440,7 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
 def _handle_arguments(
     info: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
-    """Return the arguments that `Handle` needs for a parameter: the local part, the owners, the model-parallel spec."""
+    """Return the local part, the owners and the model-parallel spec of a parameter, as :class:`Handle` needs them."""
     parameter, part = info.parameter, info.parameter
     if isinstance(parameter, DTensor):
         part = nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)
@@ -479,7 +480,7 @@ def _uninitialized_tensors(
 
 
 def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialize the unit. If this fails on any rank, raise an error on all ranks of the model."""
+    """Materialize the parameters and buffers of a unit. If any rank fails, raise an error on all ranks of the model."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
         _materialize(plan, device, param_init_fn)

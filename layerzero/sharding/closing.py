@@ -15,7 +15,7 @@ __all__ = ["close"]
 def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.
 
-    The same resources are released when the model is garbage collected. Call this function to control when they are
+    These resources are also released when the model is garbage collected. Call this function to control when they are
     released, or if a reference keeps the model alive. The function waits for a background save to finish. All ranks
     should call this function. If collectives run on a device, all ranks must call it, because ranks destroy the
     communicators together.

@@ -26,7 +26,7 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def connections_warning(device_type: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning if the environment makes a device serialize its streams, else None."""
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS makes the GPU serialize its streams, else None."""
     if device_type != "cuda" or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return None
     return (

@@ -4,8 +4,8 @@
 Uninitialized memory may look like weights, and a model would train on it without an error. Therefore the memory of
 tensors that were on meta is first filled with a sentinel that no computation produces. If a tensor still contains the
 sentinel, no write (in place, through ``.data`` or by a kernel) has initialized the tensor. The first check runs after
-initialization and after the broadcast from rank 0. A load or the user may still write to the tensors that this check
-finds. Therefore the first forward checks these tensors again.
+initialization and after the broadcast from rank 0. The user or a checkpoint load may later write to the tensors that
+this check finds. Therefore the first forward checks these tensors again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UninitializedTensor:
 
     @property
     def is_in_states(self) -> bool:
-        """True if loading a state dict writes to the tensor."""
+        """True if the tensor is in the state dict of its module, so that loading a state dict writes to it."""
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
     def is_uninitialized(self, members: Mapping[str, ManagedParam]) -> bool:
@@ -69,9 +69,9 @@ def has_sentinel(tensor: Tensor) -> bool:
 def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
-    """Return a check to run in the first forward. All ranks must call the check.
+    """Return a function that checks in the first forward that all tensors are initialized. All ranks must call it.
 
-    The check raises an error on all ranks if any rank has an uninitialized tensor.
+    The returned function raises an error on all ranks if any rank has an uninitialized tensor.
     """
 
     def refuse_uninitialized() -> None:

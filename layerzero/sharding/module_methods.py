@@ -44,9 +44,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that accumulates gradients without reducing them across replicas.
 
     The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
-    context, or ``optimizer.step()``, has reduced the accumulated gradients. Inside the context, nothing is
-    reduced with ``accumulation="full"``. With ``"sharded"``, gradients are reduced inside the ZeRO-3 group only. With
-    ``"local"``, they are still reduced over all ranks.
+    context, or ``optimizer.step()``, has reduced the accumulated gradients. Inside the context, nothing is reduced with
+    ``accumulation="full"``. With ``"sharded"``, gradients are reduced inside the ZeRO-3 group only. With ``"local"``,
+    they are still reduced over all ranks.
 
     Example::
 
@@ -71,9 +71,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Context manager that gathers the weights of a module, for computations outside of its unit's forward.
 
-    Use this context for a loss that reads the head's weight after the model returns, such as a fused or
-    chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
-    are reduced as usual and are added to the gradients from the unit's forward passes and from tied weights.
+    Use this context for a loss that reads the head's weight after the model returns, such as a fused or chunked
+    cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients are added
+    to the gradients from the unit's forward passes and from tied weights, and are reduced together with them.
 
     The backward may run inside or after the context. If the backward runs inside the context, the weights are gathered
     once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the
@@ -81,7 +81,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
     Like a forward, the context is a collective of the ranks over which the weights are sharded. These ranks must enter
     the same contexts in the same order. Otherwise they raise an error, as for forward passes. The context gathers the
-    full unit that has the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers
+    entire unit that owns the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers
     the parameters of the root only. Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already
     full and do not change.
 
@@ -129,8 +129,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
     """Set whether later backward passes synchronize gradients over all ranks.
 
     Passing False has the same effect as :func:`no_sync`. The setting applies until the next call, and also replaces the
-    setting of :func:`set_requires_all_reduce`. It is also a method of a sharded model, for training loops written for
-    FSDP2: ``model.set_requires_gradient_sync(is_last)``.
+    setting of :func:`set_requires_all_reduce`. This function is also a method of a sharded model, for training loops
+    written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
         ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
@@ -140,7 +140,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Set whether later backward passes reduce gradients across replicas. For loops written for FSDP2.
+    """Set whether later backward passes reduce gradients across replicas, for training loops written for FSDP2.
 
     Passing False has the same effect as :func:`no_sync`:
 
@@ -220,8 +220,8 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
     If `recurse` is True, also change the setting of the units inside the unit.
 
     :func:`layerzero.shard_model` describes the setting. On a device, True also frees the root and the unit that is
-    called last, which otherwise stay gathered. All ranks must make the same call. A forward without gradients
-    always frees its weights.
+    called last, which otherwise stay gathered. A forward without gradients always frees its weights. All ranks must
+    make the same call.
 
     Raises:
         ValueError: `reshard_after_forward` is not a bool.
@@ -366,7 +366,7 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
 
 
 def bind_methods(runtime: LayerZeroState) -> None:
-    """Add methods with FSDP2's names to the model and its units, for training loops that call such methods.
+    """Add methods with FSDP2's names to the model and its units, for training loops written for FSDP2.
 
     If a module already has an attribute with the name of a method, the attribute is kept and a warning is logged.
     """

@@ -129,9 +129,9 @@ def shard_model(
             modules or of their classes (``["blocks.0", "Block"]``), modules of the model, or lists of modules or names.
             Each list is one unit that is gathered when any of its modules is called: ``[Block, [model.norm,
             model.head]]``. A list takes precedence over classes and names. You may also pass ``callable(name, module)
-            -> bool``. If it returns a str, all modules with this key form one unit. ``"auto"`` selects the classes in
-            the model's ``_no_split_modules``, or the classes to which transformers applies activation checkpointing,
-            and its input and output embeddings, unless their weights are tied.
+            -> bool``. If it returns a str, all modules with the same str form one unit. ``"auto"`` selects the
+            classes in the model's ``_no_split_modules``, or the classes to which transformers applies activation
+            checkpointing. It also selects the model's input and output embeddings, unless their weights are tied.
             Policies from ``torch.distributed.fsdp.wrap`` are also accepted: a ``ModuleWrapPolicy``, or a function of
             ``(module, recurse, nonwrapped_numel)`` such as ``size_based_auto_wrap_policy``, also as a
             ``functools.partial``. Parameters outside all units belong to the root. With None, the root is the only
@@ -152,21 +152,21 @@ def shard_model(
         buffer_dtype: dtype to which floating-point buffers are cast, once. By default, buffers are not cast. Integer
             buffers are never cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the
             cast values.
-        gradient_divide_factor: divisor of the sum of all ranks' gradients. The default is D, so that gradients are
-            averaged. Use 1.0 to sum the gradients if the loss is already divided by the total number of tokens on all
-            ranks.
-        accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` stores N/S fp32
-            elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32 elements and sends
-            no data until the backward that reduces gradients. ``"local"`` stores only the final gradient (N/D fp32
-            elements) and reduces over all ranks in each backward, even inside :func:`no_sync`. To choose the form for
-            each unit, pass ``callable(name, module)``.
+        gradient_divide_factor: divisor of the sum of all ranks' gradients. The default is D, the number of
+            data-parallel ranks, so that gradients are averaged. Use 1.0 to sum the gradients if the loss is already
+            divided by the total number of tokens on all ranks.
+        accumulation: form in which the gradients of N elements are accumulated between micro-batches. ``"sharded"``
+            stores N/S fp32 elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32
+            elements and sends no data until the backward that reduces gradients. ``"local"`` stores only the final
+            gradient (N/D fp32 elements) and reduces over all ranks in each backward, even inside :func:`no_sync`. To
+            choose the form for each unit, pass ``callable(name, module)``.
         accumulation_dtype: None or ``torch.bfloat16``. With bf16, accumulators take half the memory. Each backward
             inside :func:`no_sync` adds its gradients in fp32 and rounds the sum to the nearest bf16 value. The backward
             that reduces gradients adds its own gradients and the accumulator in fp32, so they are not rounded again,
             and ``.grad`` keeps the dtype of the masters. Parameters then have no ``main_grad``. If there is one replica
             (or one rank), ``"sharded"`` accumulates in the final gradients, and the setting has no effect.
-            ``"local"`` is refused for the same reason. If a callable selects it for a unit, this unit ignores the
-            setting.
+            ``accumulation="local"`` raises an error for the same reason. If a callable selects ``"local"`` for a unit,
+            the unit ignores `accumulation_dtype`.
         offload_grads: store accumulators in pinned host memory between the backward passes of a step. On the device,
             the accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with
             the backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates
@@ -205,16 +205,16 @@ def shard_model(
             and chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica,
             the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
-            sending weights and gradients to each other, if they run on one machine and compute on its CPU. If these
-            ranks cannot share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
+            sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
+            share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
             ``docs/shared_memory.md``.
         ignored_params: parameters that are not sharded. Such parameters stay full on every rank, and their gradients
             are not averaged. ``"unsupported"`` selects the frozen parameters that cannot be sharded (integers, 8-bit
             formats and tensor subclasses), such as quantized base weights under adapters. All ranks must have loaded
             the same values. A class with FSDP2's all-gather extension, as in torchao's float8 training, is supported.
             Its parameters are sharded by the rows of their single inner tensor.
-        ignored_modules: modules, or names as in `units`, whose parameters are ignored in the same way. Passing the
-            model itself, or modules that contain all of its parameters, is an error.
+        ignored_modules: modules, or names of modules or of their classes, whose parameters are ignored in the same way.
+            Passing the model itself, or modules that contain all of its parameters, is an error.
         sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
             parallelism, each part and each plain buffer is broadcast from the first rank that has this part or buffer.
             Replicated parameters are broadcast from the first rank of the model.
@@ -311,7 +311,7 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the state, units and handles that the plans describe.
+    """Build the units and handles that `plans` describe, and return the state of the model.
 
     All ranks of the model must call this function with the same plans.
     """
@@ -378,7 +378,7 @@ def _build(
 def _choose_refresh_codec(
     config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ranks: ModelRanks
 ) -> LayerZeroConfig:
-    """Replace ``refresh_codec="auto"`` with the faster codec, which is the same on all ranks of the model."""
+    """Return `config` with ``refresh_codec="auto"`` replaced with the faster choice, which all ranks share."""
     if config.refresh_codec != "auto":
         return config
     chosen, comm, speed = None, model_ranks.mesh_info.replica_comm, None
@@ -447,9 +447,9 @@ def _start_watchdog(runtime: LayerZeroState) -> None:
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return this rank's traits, assuming the process-group transport, to plan handles before a transport is selected.
+    """Return this rank's traits with the process-group transport, to plan handles before a transport is selected.
 
-    The plans are the same for both transports.
+    Both transports lead to the same plans.
     """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)

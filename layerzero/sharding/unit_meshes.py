@@ -1,4 +1,4 @@
-"""Determine the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
+"""Determine the data-parallel mesh and the model-parallel axes of each unit of a model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MeshOf = Callable[[str, nn.Module], DeviceMesh]
 def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
     """Return the mesh of the root. Units without their own mesh also use it.
 
-    If `mesh` is None, the returned mesh covers all ranks. If parameters are DTensors on a submesh, it covers only the
-    ranks that have this rank's coordinates on that submesh.
+    If `mesh` is None, the returned mesh covers all ranks. If parameters are DTensors on a submesh, the returned mesh
+    covers only the ranks that have this rank's coordinates on that submesh.
 
     Raises:
         TypeError, ValueError: `mesh` or `zero3_size` is invalid; or both are given; or parameters are DTensors on a
@@ -65,7 +65,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
-    """Return a function that maps a unit to its mesh, which is the result of a callable `mesh` or the root's mesh."""
+    """Return a function that returns the mesh of a unit: the result of `mesh` if it is a callable, otherwise `root`."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
 
@@ -119,7 +119,7 @@ Further = dict[DeviceMesh, DeviceMesh | None]
 def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
     """Return a dict that maps each mesh of units to the model-parallel mesh of its DTensor parameters, or to None.
 
-    The root's mesh is first.
+    The root's mesh is the first key.
 
     Raises:
         ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
@@ -154,7 +154,7 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
 def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare `fields` along the root's model-parallel axes. Return the error of this or another rank, or None."""
+    """Compare `fields` along the root's model-parallel axes. Return the error that this rank must raise, or None."""
     axes = _model_parallel_mesh(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
@@ -195,7 +195,7 @@ class UnitMesh:
         self.broadcast_from_first(local_part(parameter).detach(), comms)
 
     def broadcast_from_first(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
-        """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
+        """Broadcast a tensor in place from the first rank to all data-parallel ranks and over each of `across`."""
         comms = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
         if tensor.numel() == 0 or all(comm.size == 1 for comm in comms):
             return

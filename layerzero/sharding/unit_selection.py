@@ -280,7 +280,7 @@ def _units_by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) ->
 
 
 def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
-    """Add the modules that a policy wraps to `wrapped`, children first. Return their number of elements."""
+    """Add the modules that a policy wraps to `wrapped`, children first. Return the number of elements in them."""
     numel, inside = _numel(module, ignored), 0
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -293,7 +293,7 @@ def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrappe
 
 
 def _numel(module: nn.Module, ignored: Collection[int]) -> int:
-    """Return the number of elements in the parameters of a module that will be sharded."""
+    """Return the number of elements in those parameters of a module that are neither ignored nor lazy."""
     return sum(p.numel() for p in module.parameters() if id(p) not in ignored and not is_lazy(p))
 
 
@@ -397,9 +397,9 @@ def _not_to_be_split(model: nn.Module) -> set[str]:
 def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn.Module]:
     """Return the units for ``units="auto"``: the classes of blocks, and the model's embeddings and heads.
 
-    An embedding or head whose weights are tied stays in the root, which is gathered from its first to its last use. So
-    does a head if the ``forward`` of the model has been replaced, because the replacement may read the head's weight
-    without calling the head, as TRL's fused losses do.
+    An embedding or head whose weights are tied stays in the root, which is gathered from its first to its last use. A
+    head also stays in the root if the ``forward`` of the model has been replaced. The replacement may read the head's
+    weight without calling the head, as TRL's fused losses do.
 
     Raises:
         ValueError: the model does not declare the classes of its blocks.
@@ -445,7 +445,7 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
 
 
 def _modules_named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose name or class name (with or without its module path) is in `names`."""
+    """Return (name, module) for the modules whose name or class name (with or without module path) is in `names`."""
     missing, chosen = set(names), []
     for name, module in model.named_modules():
         paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
@@ -513,7 +513,7 @@ def _storage_and_offset(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
-    """Return the reason why a parameter cannot be sharded over `ranks`, or None if it can be."""
+    """Return the reason why a parameter cannot be sharded over `ranks`, or None if it can be sharded."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
         local = parameter._local_tensor
@@ -554,7 +554,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_storage(tensor: torch.Tensor) -> bool:
-    """Return whether collectives can send the tensor, which must be strided, not quantized, and own its memory."""
+    """Return whether collectives can send `tensor`: it is strided, not quantized, and not a wrapper subclass."""
     if is_lazy(tensor):
         return False
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized

@@ -45,8 +45,8 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
 def guard_wrappers() -> None:
     """Make DistributedDataParallel, DataParallel and FSDP1 raise ValueError if they wrap a sharded model.
 
-    The hook that checks for these wrappers is permanent in this process. The wrappers would send row shards as if they
-    were full parameters. Shard sizes differ between ranks, so gloo collectives would hang.
+    These wrappers would send row shards as if they were full parameters. Shard sizes differ between ranks, so gloo
+    collectives would hang. The hook that raises the error stays registered until the process ends.
     """
     register_module_module_registration_hook(_refuse_wrapper)
 
@@ -61,7 +61,7 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Make torch's fully_shard raise for these modules when it checks whether it has already been applied."""
+    """Make torch's fully_shard raise ValueError if it is applied to any of `modules`."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 

@@ -8,8 +8,8 @@ from torch import Tensor
 __all__ = ["as_integers", "digest", "sum64", "weighted_sum"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # number of elements that are processed at once, to limit the memory needed for their positions
-_CHUNK = 1 << 20  # number of 8-byte words that are processed at once
+_PIECE = 1 << 20  # number of elements that are processed together, to limit the memory needed for their positions
+_CHUNK = 1 << 20  # number of 8-byte words that are processed together
 
 
 def digest(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Import callables and classes by a name of the form ``package.module:name``."""
+"""Import callables and classes by names of the form ``package.module:name``."""
 
 from __future__ import annotations
 

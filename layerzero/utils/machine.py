@@ -13,7 +13,7 @@ _OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
 
 
 def boot_id() -> str:
-    """Return the identifier of the current boot of this machine."""
+    """Return an identifier of this machine that changes with each reboot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -18,7 +18,7 @@ _DEEPEST = 8  # maximum depth of objects with attributes
 def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors nested in `value`, in order.
 
-    Tensors are found in tuples, lists, mappings, dataclasses and the attributes of other objects.
+    The function searches tuples, lists, mappings, dataclasses and the attributes of other objects.
     """
     items: Iterable[Any] = ()
     if isinstance(value, Tensor):

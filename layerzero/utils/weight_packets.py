@@ -37,7 +37,7 @@ _SEND_ALL = "Send all weights again, with WeightSender.packets(full=True)"
 
 
 class WeightPacketError(RuntimeError):
-    """A packet is damaged, does not fit the tensors, or does not continue the version that the receiver has."""
+    """Error for a packet that is damaged, does not fit the tensors, or does not follow the receiver's version."""
 
 
 class Version(NamedTuple):
@@ -51,7 +51,7 @@ class Version(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Tensor in a packet."""
+    """Header entry for one tensor in a packet."""
 
     names: list[str]  # several if the tensor is tied
     dtype: str
@@ -69,8 +69,8 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
 
     Args:
         version: position of the packet.
-        tensors: names, current values and previous values of each tensor, both contiguous and on the CPU. Without
-            previous values, the values themselves are sent.
+        tensors: names, current values and previous values of each tensor. The values must be contiguous and on the CPU.
+            If the previous values are None, the current values themselves are sent.
     """
     codec = LosslessDifferences.best()
     entries: list[_Entry] = []
@@ -146,8 +146,8 @@ class WeightReceiver:
     def apply(self, packet: bytes | bytearray | memoryview) -> bool:
         """Write the values of a packet to the tensors. Packets must be applied in the order in which they were made.
 
-        The first version, and each version from ``WeightSender.packets(full=True)``, sends all weights. It may follow
-        any version.
+        The first version, and each version from ``WeightSender.packets(full=True)``, contains all weights. Such a
+        version may follow any other version.
 
         Returns:
             True if the packet completes a version. If False, the tensors contain weights of two versions.
@@ -202,7 +202,7 @@ class WeightReceiver:
         )
 
     def _targets(self, entry: _Entry, *, creates: bool) -> list[Tensor]:
-        """Return the tensors for an entry. The first one is to be written and then copied to the others."""
+        """Return the tensors for an entry. The caller writes to the first tensor and copies it to the others."""
         targets = {name: self.tensors[name] for name in entry.names if name in self.tensors}
         if not targets and creates and self._creates:
             dtype = getattr(torch, entry.dtype, None)
@@ -257,7 +257,7 @@ def _parse_packet(
 
 
 def _decode_piece(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
-    """Write the values of a piece, or add a difference to them. Return their checksum, or 0 if nothing changes."""
+    """Write new values to `piece`, or apply a difference to it. Return the checksum, or 0 if `data` is empty."""
     if not len(data):
         return 0
     encoded = torch.empty(len(data), dtype=torch.uint8)

@@ -4,7 +4,7 @@
 - :mod:`selection`: the choice between the two transports; no other module refers to a concrete transport
 - :mod:`process_group`: transport over collectives, with an optional codec. `post_forward_shard` keeps a part of a full
   buffer between a forward pass and its backward pass.
-- :mod:`shared_memory`: transport through memory that all ranks on a machine map. `shm_segment` is the mapping,
+- :mod:`shared_memory`: transport through memory that all ranks of the group map. `shm_segment` is the mapping,
   `shm_rendezvous` its setup, `shm_counters` its synchronization, and `shm_buffers` the buffers from which gradients are
   read.
 """

@@ -14,8 +14,8 @@ uses process groups. Formulas for memory and traffic depend only on :class:`Tran
 A transport may store the shards of all ranks in memory that the peers may read at any time. Shards are then written in
 rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, and has no effect inside a round.
 Each write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the
-transport and not to a full buffer, because a user may write to the masters of one handle on one rank before the other
-ranks write to theirs.
+transport, not to a full buffer. A user may write to the masters of one handle on one rank before the other ranks write
+to theirs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BufferDemand:
     """Sizes of the buffers that a model requests from a transport; the same on all ranks of the ZeRO-3 group."""
 
     full_buffers: tuple[Size, ...]
-    send_scratch: Mapping[Size, int]  # number of scratch buffers that are in use at once, by size
+    send_scratch: Mapping[Size, int]  # number of scratch buffers in use at the same time, by size
     accumulators: tuple[Size, ...]  # sizes of the accumulators that hop 1 sends
     gradients: tuple[Size, ...]  # sizes of the full gradients of all handles, in master dtype
 
@@ -81,10 +81,10 @@ class FullBuffer(ABC):
     """Full buffer of one handle, and the ZeRO-3 shard of this rank.
 
     Attributes:
-        full: full buffer, 1-D [G], compute dtype. The storage of `full` is empty while the buffer is freed.
+        full: full buffer, 1-D [G], compute dtype. Its storage is empty while the buffer is not allocated.
         shard: ZeRO-3 shard of this rank, 1-D [G / S], compute dtype. Refreshes write to it. The shard may be in host
             memory; see `GatherOptions`.
-        read_by_peers: True if peers read `shard` in place. The shard may then be written only in rounds.
+        read_by_peers: True if peers read `shard` in place. The shard may then be written only in write rounds.
         full_bytes: size of `full` in bytes while it is gathered, or 0 if `full` has no memory apart from the shard.
         encoded_bytes: size of the encoded shards in bytes during a gather.
         post_forward_bytes: size of the post-forward shard in bytes while the shard is kept.
@@ -129,11 +129,11 @@ class FullBuffer(ABC):
         """Free the post-forward shard."""
 
     def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:  # noqa: B027
-        """Make the new contents of `shard` visible to the peers when `pending` completes.
+        """Make the new contents of `shard` visible to the peers; see [Note: Write rounds].
 
-        If `pending` is None, the contents become visible immediately.
-
-        See [Note: Write rounds].
+        Args:
+            pending: operation that writes to `shard`. The contents become visible when it completes. If `pending` is
+                None, they become visible immediately.
         """
 
     def wait_published(self, name: str) -> None:  # noqa: B027
@@ -188,7 +188,7 @@ class SendBuffer:
 
 
 class Transport(ABC):
-    """Abstract base class for the movement of weights and gradients between the ranks of one ZeRO-3 group.
+    """Abstract base class of transports, which move weights and gradients between the ranks of one ZeRO-3 group.
 
     Attributes:
         traits: properties from which memory and traffic are predicted.
@@ -207,7 +207,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:
-        """Return persistent memory for an accumulator that hop 1 sends."""
+        """Return a new persistent buffer of `numel` elements for an accumulator that hop 1 sends."""
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
@@ -220,7 +220,7 @@ class Transport(ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Number of bytes that the ranks of the ZeRO-3 group share, as counted by the operating system."""
+        """Number of bytes of memory that the ranks of the ZeRO-3 group share, as counted by the operating system."""
         return 0
 
     def begin_write(self) -> None:  # noqa: B027

@@ -2,8 +2,8 @@
 
 [Note: Encoded gathers]
 Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each rank decodes the bytes of all ranks,
-including its own, into its full buffer, so that all ranks compute with the same weights. Masters and ZeRO-3 shards are
-not changed by the encoding. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards
+including its own, into its full buffer, so that all ranks compute with the same weights. The encoding does not change
+masters or ZeRO-3 shards. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards
 contain decoded weights.
 """
 
@@ -80,8 +80,8 @@ class ProcessGroupTransport(Transport):
 class GatheredFullBuffer(FullBuffer):
     """Full buffer that all-gathers fill; see [Note: Encoded gathers].
 
-    The memory of `full` is already allocated after construction, so that the caller can create views of `full`. The
-    first :meth:`free` frees the memory.
+    The constructor allocates the memory of `full`, so that the caller can create views of `full`. The first call of
+    :meth:`free` frees the memory.
 
     Args:
         pool: pool that provides the memory of `full`, of encoded shards and of the post-forward shard.

@@ -18,7 +18,7 @@ shared_memory_traits = shared_memory.TRAITS
 
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
-    """Return whether the ranks of a ZeRO-3 group try to share memory, which they do only on the CPU with gloo.
+    """Return whether the ranks of a ZeRO-3 group should try to share memory, which requires the CPU and gloo.
 
     Args:
         setting: value of ``shard_model(shared_memory=...)``.

@@ -69,7 +69,7 @@ _MORE = 5  # address space reserved for each handle in addition to the predicted
 
 
 def segment_sizes(demand: BufferDemand) -> SegmentSizes:
-    """Return the sizes of the segment that contains the buffers of `demand`."""
+    """Return the sizes of a segment that has room for the buffers in `demand`."""
     gradients = sum(aligned_bytes(_nbytes(each)) for each in demand.gradients)
     accumulators = sum(aligned_bytes(_nbytes(each)) for each in demand.accumulators)
     predicted = RING_BYTES + aligned_bytes_of_all(demand.send_scratch) + accumulators
@@ -91,7 +91,7 @@ class SharedMemoryTransport(Transport):
 
     Args:
         segment: segment that all ranks of the group have mapped.
-        send_scratch: number of scratch buffers that hop 1 uses at once, by size.
+        send_scratch: number of scratch buffers that hop 1 uses at the same time, by size.
     """
 
     traits = TRAITS
@@ -206,7 +206,7 @@ class WriteBarrier:
             self._publisher.run(partial(_publish_when_complete, works, self.memory, counter))
 
     def count_gather(self, name: str) -> None:
-        """Count a gather of zero bytes."""
+        """Count a gather that sends no bytes."""
         self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
 
     def wait(self, counter: int, target: int, name: str) -> None:
@@ -267,7 +267,7 @@ class SharedFullBuffer(FullBuffer):
 
 @dataclass(frozen=True)
 class PendingShards:
-    """Pending gather in shared memory. It is complete when all ranks have published their shards."""
+    """Pending gather in shared memory, which completes when all ranks have published their shards."""
 
     buffer: SharedFullBuffer
     name: str  # name of the unit

@@ -12,9 +12,9 @@ With "full" accumulation, an accumulator has a permanent buffer (:class:`SharedS
 applies. A rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
 
 Ranks cannot deadlock. A rank that waits for the buffer of gradient n has itself added all gradients up to n, because it
-releases buffers and accepts further gradients only after that. The rank waits for the other ranks to add gradient n.
-For that, these ranks need only operations before gradient n + 2 in the common order. These operations use buffers of
-earlier gradients. Therefore the rank with the least progress can always proceed.
+releases buffers and accepts further gradients only after that. The rank waits until the other ranks have added gradient
+n. To do so, the other ranks need only operations that precede gradient n + 2 in the common order. These operations use
+buffers of earlier gradients. Therefore the rank with the least progress can always proceed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "
 PUBLISHED, CONSUMED = 1, 2  # indices of counters in the shared memory
 FIRST_FREE_COUNTER = 3
 _RING = 64
-_USUAL = 4  # for a size that was not predicted: number of buffers that are created before one is reused
+_USUAL = 4  # for sizes that were not predicted: number of buffers to create before buffers are reused
 RING_BYTES = _RING * 2 * 8
 
 
@@ -61,7 +61,7 @@ class SharedBufferPool(BufferPool):
     Args:
         memory: segment that the ranks of the ZeRO-3 group have mapped.
         explain: function that returns the error to raise after a failed wait for another rank.
-        predicted: number of buffers that are created before one is reused, by size.
+        predicted: number of buffers to create before buffers are reused, by size.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class SharedBufferPool(BufferPool):
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return this rank's piece of gradient `number` of each rank, as one 1-D view [numel] per rank.
+        """Return this rank's piece of every rank's gradient `number`, as one 1-D view [numel] per rank.
 
         All ranks must have sent gradient `number`.
         """
@@ -199,7 +199,7 @@ class SharedBufferPool(BufferPool):
 
 
 class SharedSendBuffer(SendBuffer):
-    """Memory of an accumulator in shared memory, which the peers read in place."""
+    """Accumulator memory in a shared segment, which the peers read in place."""
 
     read_in_place = True
 

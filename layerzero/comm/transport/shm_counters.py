@@ -1,4 +1,4 @@
-"""Synchronize ranks with counters in shared memory. One rank increments a counter, and other ranks wait for a value.
+"""Synchronize ranks with counters in shared memory. A rank increments its counters, and other ranks wait for a value.
 
 [Note: Futex counters]
 Each counter has a separate cache line and one owner, which is the only rank that increments the counter. The futex
@@ -51,7 +51,7 @@ class _Timespec(ctypes.Structure):
 
 
 def unsupported_platform_reason() -> str | None:
-    """Return the reason why this machine is not supported, or None if the machine is supported."""
+    """Return the reason why shared counters do not work on this machine, or None if they work."""
     if sys.platform != "linux" or _SYSCALL is None:
         return f"{sys.platform} on {platform.machine()} is not supported: Linux on x86-64 or aarch64 is required"
     return None
@@ -62,7 +62,8 @@ class SharedCounters:
 
     Args:
         mapping: shared memory.
-        start: byte offset of the counters, which occupy ``nbytes(len(ranks), num_counters)`` bytes and are initially 0.
+        start: byte offset of the counters in `mapping`. They occupy ``nbytes(len(ranks), num_counters)`` bytes, which
+            are initially 0.
         file: file descriptor of the shared memory. Each rank locks one of the first bytes of the file.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
@@ -99,7 +100,7 @@ class SharedCounters:
         return ranks * (num_counters + 1) * LINE
 
     def mark_alive(self) -> None:
-        """Lock this rank's byte to mark the rank as alive. See [Note: Detection of exited processes]."""
+        """Mark this rank as alive by locking its byte of the file. See [Note: Detection of exited processes]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def increment(self, counter: int) -> None:
@@ -107,7 +108,7 @@ class SharedCounters:
         self._add_and_wake(counter, 1)
 
     def ranks_below(self, counter: int, target: int) -> list[int]:
-        """Return the indices of the other ranks whose counter with index `counter` is below `target`."""
+        """Return the other ranks whose counter with index `counter` is below `target`, as indices in the group."""
         return [rank for rank in self._others if self._is_behind(rank, counter, target)]
 
     def wait(self, counter: int, target: int) -> None:
@@ -144,7 +145,7 @@ class SharedCounters:
             raise _os_error("FUTEX_WAKE_OP")
 
     def _sleep(self, index: int, seen: int) -> bool:
-        """Sleep while a counter equals `seen`. Return False if the full time slice has passed."""
+        """Sleep while the counter at `index` equals `seen`. Return False if the whole time slice has passed."""
         assert _libc is not None
         slice_ = _Timespec(0, int(_SLICE * 1e9))
         address = ctypes.c_void_p(self._address + 4 * index)

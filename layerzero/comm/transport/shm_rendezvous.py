@@ -1,4 +1,4 @@
-"""Set up shared memory between the ranks on one machine, and test on each rank that it works."""
+"""Set up shared memory between the ranks on one machine, and check on each rank that it works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUBJECT = "shared memory of the ZeRO-3 group"
 def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
     """Map one shared memory segment on all ranks of a communicator, and test that the ranks share it.
 
-    All ranks must call this function. If any rank fails, or the communicator has only one rank, all ranks return None.
+    All ranks must call this function. It returns None on all ranks if any rank fails or there is only one rank.
 
     Args:
         comm: communicator that supports CPU tensors.

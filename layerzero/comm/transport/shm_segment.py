@@ -65,8 +65,8 @@ class SharedSegment:
 
     Attributes:
         size: number of ranks.
-        rank: index of this rank among them.
-        counters: counters of all ranks. Counter 0 is reserved.
+        rank: index of this rank, from 0 to `size` - 1.
+        counters: counters of all ranks. Counter 0 is reserved for :meth:`check_visible`.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -116,9 +116,9 @@ class SharedSegment:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
-        """Mark this rank as alive, and allocate its share of the common part and the beginning of its own part.
+        """Mark this rank as alive, and allocate its share of the common part and the start of its own part.
 
-        In its own part, the rank allocates the first `predicted` bytes.
+        In its own part, the rank allocates the first `SegmentSizes.predicted` bytes.
         """
         self.counters.mark_alive()
         page = mmap.PAGESIZE
@@ -134,7 +134,7 @@ class SharedSegment:
         self._close()
 
     def check_visible(self) -> str | None:
-        """Return an error message if writes by other ranks are not visible on this rank, or None if they are visible.
+        """Return an error message if this rank does not see the writes of other ranks, or None if it sees them.
 
         All ranks must have called :meth:`reserve` before this call.
         """
@@ -176,7 +176,7 @@ class SharedSegment:
         return self._tensor(numel, dtype, self._parts_start + rank * round_up_to_pages(self.region.part) + offset)
 
     def numbers_of(self, rank: int, count: int) -> ctypes.Array[ctypes.c_uint64]:
-        """Return the first `count` 8-byte integers in the part of `rank`."""
+        """Return a view of the first `count` 8-byte integers in the part of `rank`."""
         start = self._parts_start + rank * round_up_to_pages(self.region.part)
         return (ctypes.c_uint64 * count).from_buffer(self._mapping, start)
 
