@@ -10,7 +10,7 @@ a folder without an intact manifest.
 A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
 token for each save and sends the token to the other ranks with the global plan. Therefore no job writes into or removes
 a folder that another job is writing. rename() decides which job gets the name: it fails if the target is a folder that
-contains files, also on NFS. (An empty target folder is replaced, but then no data is lost.) A folder is renamed before
+contains files, even on NFS. (An empty target folder is replaced, but then no data is lost.) A folder is renamed before
 it is removed. A job that tries to publish this folder then fails, instead of publishing a folder that is being deleted.
 
 [Note: Replacement of a checkpoint]
@@ -77,7 +77,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Li
 
 
 class PathTakenError(FileExistsError):
-    """The path of a new checkpoint already exists."""
+    """Error that is raised if the path of a new checkpoint already exists."""
 
     @classmethod
     def at(cls, path: Path) -> PathTakenError:
@@ -100,7 +100,7 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
 
 
 def read_back(folder: Path, record: FileRecord) -> None:
-    """Read a flushed file and compare its checksums with those of the data that was written.
+    """Read a flushed file and compare its checksums with the checksums in `record`.
 
     If the operating system supports it, the cached pages of the file are dropped first, so that the disk is read.
 
@@ -169,7 +169,7 @@ def publish(
     """Publish the files in `partial` as the checkpoint `path`; see [Note: Atomic publication].
 
     Args:
-        finite: see :class:`Manifest`.
+        sequence, token, finite: see :class:`Manifest`.
         overwrite: replace an existing checkpoint at `path`.
 
     Raises:

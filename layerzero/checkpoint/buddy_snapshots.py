@@ -87,9 +87,9 @@ class Buddies:
     :meth:`load` restores the model and the optimizer from the last complete snapshot without reading from disk. The
     restarted run may use other nodes and a different number of ranks.
 
-    With AdamW, snapshots use 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
-    partner's part. Snapshots remain in memory after processes die. When a run ends normally, call :meth:`close` to
-    remove the snapshots.
+    With AdamW, snapshots use 48 bytes of host memory per element of this rank's masters: two snapshots, each with this
+    rank's part and its partner's part. Snapshots remain in memory after processes die. When a run ends normally, call
+    :meth:`close` to remove the snapshots.
 
     Args:
         model: model that :func:`layerzero.shard_model` returned.
@@ -160,8 +160,8 @@ class Buddies:
             extra: additional state of the run, as for :func:`save`.
 
         Raises:
-            CheckpointError: a node has too little memory, or values are not finite. Then no snapshot is taken, and
-                existing snapshots are kept.
+            CheckpointError: a node has too little memory, or values are not finite. In these cases, no snapshot is
+                taken, and existing snapshots are kept.
         """
         self._finish()
         runtime, failure = self._runtime, None
@@ -366,9 +366,11 @@ class Buddies:
 
 @dataclass(frozen=True)
 class _SnapshotJob:
-    """One snapshot in progress.
+    """Snapshot that is written on this rank but not published yet.
 
     Attributes:
+        here: folder of this rank's part.
+        record: record of this rank's file.
         chunks: (key, dtype, full shape, offsets, sizes) of each tensor in this rank's file.
     """
 
@@ -407,7 +409,12 @@ def _merged_document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _tensor_table(records: Sequence[FileRecord], rank_entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used."""
+    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used.
+
+    Args:
+        records: record of the file of each rank.
+        rank_entries: message of each rank in ``_exchange_and_publish``. The second item lists the rank's chunks.
+    """
     tensors: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

@@ -176,7 +176,7 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
 
 
 class _Damage(Exception):
-    """The contents of a file differ from the data that was written."""
+    """Error for a file whose contents differ from the data that was written."""
 
 
 @dataclass(frozen=True)

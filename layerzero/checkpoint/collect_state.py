@@ -46,12 +46,15 @@ def collect(
     require_finite: bool = True,
     apart: RankLocalNames | None = None,
 ) -> CollectedState:
-    """Return the state that this rank saves.
+    """Collect the parts of the model, the optimizer and `extra` that this rank saves.
+
+    Args:
+        apart: names under which ranks have different parameters. If None, all ranks have the same parameters.
 
     Raises:
         RuntimeError: an earlier load failed after it had changed the model or the optimizer.
         TypeError: a value cannot be saved.
-        CheckpointError: a tensor has non-finite values.
+        CheckpointError: `require_finite` is True, and a tensor has non-finite values.
     """
     if load_error := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(load_error)
@@ -81,8 +84,8 @@ def require_equal_state(
     Raises:
         ValueError: the ranks save different states.
         Exception: `failure`, if it is not None.
-        RuntimeError: another rank failed or did not take part. If the other rank's error is one of those that callers
-            handle, such as CheckpointError, an error of that class is raised instead.
+        RuntimeError: another rank failed or did not take part. If callers handle the class of that rank's error, such
+            as CheckpointError, an error of that class is raised instead.
     """
     try:
         agree_or_raise(subject, runtime, fields, failure)

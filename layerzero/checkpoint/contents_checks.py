@@ -49,8 +49,7 @@ def check_topology(topology: Mapping[str, Any]) -> None:
 
 
 def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
-    """Return the number of ranks that saved the checkpoint, including model-parallel ranks, or None if it is
-    unknown."""
+    """Return the number of ranks that saved the checkpoint, including model-parallel ranks; None if unknown."""
     return topology.get("ranks", topology.get("data_parallel"))
 
 

@@ -64,12 +64,12 @@ __all__ = [
 ]
 
 CONTENTS = "contents.json"
-_PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at once during a read
+_PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at the same time during a read
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """Contents of ``contents.json``.
+    """Parsed ``contents.json``: the table of tensors, all other values, and the numbers of ranks.
 
     Attributes:
         topology: numbers of ranks in the run that saved the checkpoint. The keys are ``data_parallel`` and
@@ -111,7 +111,7 @@ class CheckpointContents:
         return cls(content["topology"], content["document"], tensors)
 
     def write(self, folder: Path) -> FileRecord:
-        """Write ``contents.json``.
+        """Write ``contents.json`` into `folder`, and return its size and checksums.
 
         Raises:
             CheckpointError: a reader would reject the file.
@@ -135,7 +135,7 @@ class CheckpointContents:
 
 
 class SafetensorsWriter(StorageWriter):
-    """StorageWriter that writes one checkpoint.
+    """DCP ``StorageWriter`` that writes one checkpoint.
 
     Args:
         path: path of the checkpoint, which exists only after the save finishes.
@@ -252,7 +252,7 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """StorageReader that reads one verified checkpoint.
+    """DCP ``StorageReader`` that reads one verified checkpoint.
 
     Args:
         names: key of each tensor, by flat name. If None, each key is also the flat name.
@@ -345,7 +345,13 @@ def open_safetensors(path: Path) -> Any:
 def check_entry(
     path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes."""
+    """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes.
+
+    Args:
+        tensors: the opened file; see :func:`open_safetensors`.
+        names: names of all tensors in the file.
+        key, shape, dtype: the tensor that ``contents.json`` describes.
+    """
     entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
         actual = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
@@ -358,6 +364,10 @@ def iter_pieces(
     """Yield a tensor of an opened file, or only the region `box` of the tensor, in ranges of rows.
 
     Each range has a single row or at most 64 MiB.
+
+    Args:
+        tensors: the opened file; see :func:`open_safetensors`.
+        shape, dtype: shape and dtype of the tensor in the file.
     """
     if not shape:
         yield tensors.get_tensor(key)
@@ -378,7 +388,7 @@ def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequen
 def _pickle_to_buffer(value: Any) -> io.BytesIO:
     """Return a buffer with the pickled `value`, as DCP expects for values that are not tensors.
 
-    The value was decoded from JSON.
+    DCP unpickles the buffer. This is safe, because the value was decoded from JSON.
     """
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)

@@ -1,6 +1,7 @@
 """Encode nested values as JSON and tensors, and decode them. In contrast to unpickling, decoding executes no code.
 
-JSON has no tuples, integer keys or infinities. Such a value becomes an object with a key that starts with ``$``:
+Values that JSON cannot represent, such as tensors, tuples and infinities, become objects with a key that starts with
+``$``:
 
     {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} for a NumPy array
     {"$sharded": KEY, "like": NAME}     a sharded tensor with the sharding of the parameter NAME
@@ -62,7 +63,7 @@ _PAIRS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value in ``extra`` that differs between ranks; made by :func:`layerzero.checkpoint.per_rank`."""
+    """A value in ``extra`` that differs between ranks; created by :func:`layerzero.checkpoint.per_rank`."""
 
     value: object
 
@@ -107,7 +108,7 @@ class Encoder:
     _encodes_own: bool = False
 
     def encode(self, value: Any, path: str) -> Any:
-        """Return the JSON of `value`.
+        """Encode `value` as JSON, and collect its tensors, own values and digests.
 
         Args:
             path: name of the value in error messages, and key of its tensors in the checkpoint.
@@ -134,7 +135,7 @@ class Encoder:
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
-        """Encode a user's value.
+        """Encode a value from the user, and check that a load can decode its nesting depth.
 
         Raises:
             TypeError: :meth:`encode` raises it, or the value is nested too deeply to be loaded.
@@ -268,7 +269,7 @@ class Decoder:
     rank: int | None
 
     def decode(self, value: Any) -> Any:
-        """Return the value that was encoded as `value`."""
+        """Decode the JSON `value`."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -357,7 +358,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor stores its values in its own storage. A subclass with its own dispatch may not do so."""
+    """Return whether a tensor stores its values in its own storage; False for classes with ``__torch_dispatch__``."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

@@ -94,9 +94,10 @@ def prepare_load(
 
 
 class Source(Protocol):
-    """A checkpoint that a rank has opened.
+    """Protocol of an opened checkpoint from which a load reads tensors.
 
     Attributes:
+        contents: names, shapes and dtypes of all tensors, and all other values.
         fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
         twice: whether :meth:`reread` is supported.
     """
@@ -127,6 +128,10 @@ def prepare_from(
     """Prepare a load from any source, as :func:`prepare_load` does for a checkpoint.
 
     See [Note: Checks before changes] in restore.py.
+
+    Args:
+        open_source: function that opens the checkpoint on this rank.
+        path: name of the checkpoint in messages.
     """
     runtime = get_state(model)
     model_ranks = runtime.ranks

@@ -1,10 +1,10 @@
 """Exit cleanly after a preemption signal. All ranks save a checkpoint after the same step and stop before a deadline.
 
 [Note: Delayed agreement]
-A signal may arrive on only some of the ranks, and at any time. At each query, every rank sends a message that says
-whether the rank has received the signal. The rank then reads the messages of the previous query, which have usually
-arrived. Therefore ranks rarely wait, and all ranks get the same answer at the same point in the program. Messages are
-sent along one mesh axis after the other, and each axis takes one query (:class:`LateMaximum`).
+A signal may arrive at any time, and on only some of the ranks. In each call of :meth:`LeaveRequest.asked`, a rank reads
+the messages that were sent in the previous call, which have usually arrived. Then it sends a new message, which states
+whether it has received the signal. Therefore ranks rarely wait, and all ranks get the same answer at the same point in
+the program. The signal spreads along one mesh axis per call (:class:`LateMaximum`).
 
 [Note: Deadline during blocking calls]
 Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
@@ -90,7 +90,7 @@ class LeaveRequest:
         self._agreed = False  # all ranks have received the message that a signal has arrived
         comms = self._runtime.ranks.control_comms
         self._late = LateMaximum(len(comms), 1)
-        self._heard: list[PendingSmallGather] = []  # messages of the last query, one per mesh axis
+        self._heard: list[PendingSmallGather] = []  # messages of the last call of asked(), one per mesh axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
         self._handles = True  # the signal handler is set

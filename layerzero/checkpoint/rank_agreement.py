@@ -1,4 +1,4 @@
-"""Check the arguments of saves and loads, check that all ranks agree, and translate errors."""
+"""Check the arguments of saves and loads, and check that all ranks agree and raise the same kind of error."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["RestorePlan"]
 
-_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more problems, 3 of each kind
+_LISTED, _EXAMPLES = 12, 3  # a summary lists up to 12 problems; if there are more, it lists 3 of each kind
 _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for other problems
 
 
@@ -111,7 +111,7 @@ class RestorePlan:
     def summary(self) -> str:
         """Return a message that lists the problems.
 
-        The text lists all problems if there are at most 12. Otherwise it has a count and examples of each kind.
+        If there are more than 12 problems, the message has only a count and examples of each kind.
         """
         if len(self.problems) <= _LISTED:
             return "; ".join(self.problems)

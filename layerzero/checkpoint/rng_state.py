@@ -1,4 +1,4 @@
-"""Save and restore the states of random number generators, also if the number of ranks changes."""
+"""Save and restore the states of random number generators, even if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seed_random_states(seed: int) -> None:
 def random_states(seed: int, step: int) -> dict[str, Any]:
     """Return this rank's random number generator states, to be saved in ``extra``.
 
-    The states belong to torch, the device, Python and, if it has been imported, NumPy.
+    The result contains the states of torch, the device, Python and, if it has been imported, NumPy.
 
     Args:
         seed: seed of the run, the same on all ranks.

@@ -35,7 +35,7 @@ _START = "0" * 64
 
 
 class Chain:
-    """Chain of digests that describes a run.
+    """Chain of digests that covers the states and the data of a run.
 
     A link covers the weights, the optimizer state, the random numbers, and the data used since the last link. Each link
     includes the previous link. If two runs have equal links, they had the same weights, optimizer state and random
@@ -214,7 +214,7 @@ def _zero_sum() -> Tensor:
 
 
 def _sum_of(value: Any, positions: _RowPositions | None) -> Tensor:
-    """Return this rank's contribution to the sum of a state entry.
+    """Return this rank's contribution to the weighted sum of an optimizer state entry, as a 0-dim int64 tensor.
 
     Only one rank adds a scalar, but each rank adds its rows.
 
@@ -234,7 +234,7 @@ def _sum_of(value: Any, positions: _RowPositions | None) -> Tensor:
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
-    """Return this rank's contribution to the sum of a state entry of a parameter that it owns."""
+    """Return this rank's contribution to the weighted sum of a state entry of a parameter that it owns."""
     if isinstance(value, Tensor) and value.ndim:
         return _RowPositions.of(owned.state_spec(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
@@ -256,7 +256,7 @@ def _random_digest() -> str:
 
 
 def _distinct_text(value: Any) -> str:
-    """Return a string that differs for different values."""
+    """Return a string that is equal for equal values in all processes, and that differs for different values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy value; NumPy may not be installed

@@ -53,7 +53,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def clean_up_after_save(path: Path, keep_last: int | None) -> None:
-    """After a save to `path`, remove leftovers of dead saves, and remove checkpoints older than the last `keep_last`.
+    """Remove leftovers of dead saves, and checkpoints older than the last `keep_last`, after a save to `path`.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 
@@ -109,7 +109,7 @@ def _remove_checkpoint(manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class RunFolderScan:
-    """Checkpoints found in the folder of a run that is to be resumed.
+    """Checkpoints found in the folder of one run.
 
     Attributes:
         complete: manifests of complete checkpoints in the order in which a load tries them. The newest is first, and
@@ -122,7 +122,7 @@ class RunFolderScan:
 
 
 def scan(folder: Path) -> RunFolderScan:
-    """Scan all checkpoints of a run.
+    """Return the complete and the broken checkpoints in the folder of a run.
 
     Raises:
         UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.

@@ -24,7 +24,7 @@ _BYTES_A_VALUE = 4
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete or damaged, or could not be written. The message names the file."""
+    """Error for a checkpoint that is incomplete or damaged, or could not be written. The message names the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

@@ -139,6 +139,10 @@ def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) 
     """Return whether a stored chunk has the same columns as `box`.
 
     If it does, the rows of the chunk can be copied byte by byte.
+
+    Args:
+        box: region of the full tensor, one slice per dim.
+        at, sizes: offsets and shape of the chunk in the full tensor.
     """
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 

@@ -82,11 +82,11 @@ def save(
             False, save the state anyway, for debugging, and record in the manifest that it has non-finite values.
 
     Raises:
-        FileExistsError: `path` already exists.
+        FileExistsError: `path` already exists, and either `overwrite` is False or `path` is not a checkpoint.
         TypeError: a value in `extra` cannot be saved; the message names the value.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
-        CheckpointError: a rank could not write its file, or has non-finite values. The message has the error of that
-            rank. `path` is unchanged.
+        CheckpointError: a rank could not write its file, or has non-finite values. The message contains the error of
+            that rank. `path` is unchanged.
 
     Example::
 
@@ -159,7 +159,7 @@ def save_async(
 
 
 class PendingSave:
-    """A checkpoint that is being written in the background."""
+    """Background save of a checkpoint. Returned by :func:`save_async`."""
 
     def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
         self._function_name = what  # name of the function in warnings
@@ -210,7 +210,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _SaveOptions:
-    """Options of a save."""
+    """Keyword arguments of :func:`save`."""
 
     keep_last: int | None
     overwrite: bool
@@ -279,8 +279,8 @@ def _prepare(
 def _ensure_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
-    A rank has no such group if its collectives failed during the last save. The ranks first exchange whether they have
-    such a group.
+    A rank has no such group before its first background save, or after a collective of such a save has failed. The
+    ranks first exchange whether they have one.
     """
     model_ranks = runtime.ranks
     group_states = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")

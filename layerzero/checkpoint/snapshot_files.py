@@ -78,9 +78,13 @@ def create_private_folder(folder: Path) -> str:
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """Remove views that were left by crashed loads on ranks that no longer exist.
+    """Remove view folders that crashed loads left behind, if their ranks no longer exist; see :func:`gather_view`.
 
-    The links in such views keep memory in use.
+    The links in a view folder keep memory in use.
+
+    Args:
+        folder: folder that contains the snapshots of a run.
+        ranks: current number of ranks.
     """
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
@@ -190,6 +194,11 @@ def _raise_if_any_failed(comm: Communicator, failure: str) -> None:
 
 def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
     """Receive the files that this rank needs but that its node lacks. All ranks must call this function.
+
+    Args:
+        view: folder into which the files are written; see :func:`gather_view`.
+        records: records of all files of the snapshot, by name.
+        wanted: names of the files that this rank needs.
 
     Raises:
         CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this

@@ -26,7 +26,7 @@ __all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_
 
 @dataclass(frozen=True)
 class RankLocalNames:
-    """Names under which ranks have different parameters or values, such as those of experts.
+    """Names under which ranks have different parameters or values, such as expert parameters.
 
     Attributes:
         stored: function that maps a name to the unique name in the checkpoint, without the parts that wrappers add.
@@ -58,7 +58,7 @@ class RankLocalNames:
 
 
 class StateNames:
-    """Names in a checkpoint. These are the names in the ``state_dict()`` of the model without wrappers.
+    """Stored names, which are the names in a checkpoint: those in the ``state_dict()`` of the model without wrappers.
 
     Wrappers for compilation and activation checkpointing add a part to module names. This part is removed, as in
     torch's own checkpoints.
@@ -104,7 +104,7 @@ class StateNames:
         refuse_rank_local("layerzero.checkpoint", specs, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Return the stored name of the parameter whose sharding `rows` has.
+        """Return the stored name of the parameter to which the sharding of `rows` belongs.
 
         `rows` may also belong to another model with the same sharding.
 

@@ -25,7 +25,7 @@ _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default r
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:
-    """Return whether the class of a tensor is not part of layerzero and stores values in other tensors."""
+    """Return whether a tensor, other than a sharded one, stores its values in other tensors, as quantized ones do."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
@@ -77,7 +77,7 @@ def _can_be_filled(value: Any, second_read: Any) -> bool:
 
 
 def to_subclass_entry(name: str, value: Tensor) -> Any:
-    """Return the checkpoint entry for a tensor: a table for a subclass tensor, otherwise the tensor itself."""
+    """Return the checkpoint entry for a tensor: a dict if it can be flattened, otherwise the tensor itself."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 

@@ -85,9 +85,9 @@ def export_model(
 ) -> None:
     """Write the model in a checkpoint to one safetensors file, with the names of the unsharded ``state_dict()``.
 
-    Tied parameters are written under each of their names. Module states that are not tensors are omitted. At most 64
-    MiB or one row of a tensor is in memory at once. Tensors that were saved in columns, as with tensor parallelism, are
-    an exception.
+    Tied parameters are written under each of their names. Module states that are not tensors are omitted. Tensors are
+    copied in pieces of at most 64 MiB or one row. Only a tensor that was saved in columns, as with tensor parallelism,
+    is copied as a whole.
 
     Args:
         dtype: dtype to which floating-point tensors are cast. If None, the stored dtypes are kept (fp32 for trained

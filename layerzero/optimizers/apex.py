@@ -146,7 +146,7 @@ def with_preparation(optimizer: Optimizer, take_step: Callable[[], Any]) -> Call
 
 
 def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
-    """Add missing momentum buffers to the state of one launch's parameters, unless all are missing."""
+    """Add missing momentum buffers for the parameters of one kernel launch, unless all of them are missing."""
     momenta_present = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
     if not any(momenta_present.values()):
         return
@@ -161,7 +161,7 @@ def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Itera
 def momentum_before_first(
     group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, *, decayed: bool = True
 ) -> Tensor:
-    """Return the momentum to set before a parameter's first step, so that the result equals that of torch's SGD.
+    """Return the momentum to set before a parameter's first step, so that the step equals a step of torch's SGD.
 
     After the first step, torch's momentum is the gradient without dampening.
 

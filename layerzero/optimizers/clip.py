@@ -29,7 +29,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most `max_norm`. Return the norm before scaling.
 
-    The norm is the same as that of the full model in one process. Gradients accumulated inside ``no_sync`` are reduced
+    The norm equals the norm of the full model in one process. Gradients accumulated inside ``no_sync`` are reduced
     first. All ranks must call this function. Gradients of parameters in `ignored_params` and `ignored_modules` are
     neither counted nor scaled.
 

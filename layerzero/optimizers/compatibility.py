@@ -37,7 +37,7 @@ _ELEMENTWISE = {
 }
 _DISTANCE = "it estimates its learning rate from all parameters together, which a short trial may not detect"
 _LOSS = "it adapts to the loss, and each rank has a different loss"
-# These mix the elements of a parameter. A short trial on small parameters may not detect this mixing.
+# These mix the elements of a parameter. A short trial on small parameters might not detect this mixing.
 _MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # These mix the elements of a parameter but not several parameters, so they need no trial.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}

@@ -1,9 +1,9 @@
 """Compatibility trials that compare an optimizer's step on sharded or owned parameters with a step on full ones.
 
-A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps the share of that
-rank. In the first trial, a rank has several rows, one row or no rows of each parameter, as with :func:`shard_model`. In
-the second trial, each full parameter has an owner rank, which steps the parameter separately. The last rank owns no
-parameters.
+A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps only the rows or
+parameters of that rank. In the first trial, a rank has several rows, one row or no rows of each parameter, as with
+:func:`shard_model`. In the second trial, each full parameter has an owner rank, which steps the parameter separately.
+The last rank owns no parameters.
 
 The scale of the gradients varies by orders of magnitude. Some gradients are zero. The average direction of the
 gradients is constant, so that an optimizer's estimates of a distance or a learning rate change during the trial.
@@ -47,7 +47,7 @@ _LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where pa
 
 
 class TrialError(Exception):
-    """Error in the trial itself. The optimizer's compatibility remains unknown."""
+    """Error that prevents a compatibility trial. The optimizer's compatibility remains unknown."""
 
 
 class _Data(NamedTuple):
@@ -99,7 +99,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
 
 
 def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
-    """Describe how the step differs if each parameter is updated by an owner rank, or return None if it does not.
+    """Describe how the step differs if owner ranks update the parameters, or return None if the results agree.
 
     Args:
         full_param_kinds: kinds of groups whose parameters have owners. Other parameters are split into rows.
@@ -237,7 +237,7 @@ def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data
 
 
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return one group of each kind.
+    """Return one parameter group of each kind; see :func:`group_kind`.
 
     Optimizers often have one group per layer, and these groups differ only in their learning rates.
     """
@@ -250,9 +250,9 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_kind(group: Mapping[str, Any]) -> str:
-    """Return the kind of a group, which is its settings as text, without the learning rate.
+    """Return the kind of a group, which is its settings as text.
 
-    Of the weight decay, the text states only whether it is zero.
+    For the learning rate, the text contains only its type. For the weight decay, it contains only whether it is zero.
     """
     settings = {
         key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")
@@ -274,8 +274,8 @@ def _run_steps(
 
     Args:
         data: parameters and gradients, by group.
-        owned: whether the group's parameters have owners, by group. Of the owned parameters, only those that `rank`
-            owns are stepped, half of them one by one. If the sequence is empty, step all parameters.
+        owned: whether the group's parameters have owners, by group. Owned parameters are stepped only if `rank` owns
+            them, half of them one by one. If the sequence is empty, all parameters are stepped.
         replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
             rows].
     """

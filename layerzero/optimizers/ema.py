@@ -29,9 +29,9 @@ class EMA:
     The first call to :meth:`update` copies the parameters. Each later call computes
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). The
-    averages have N/D elements per rank in the masters' dtype (fp32), and updates run no collectives. Buffers and frozen
-    or ignored parameters are not averaged. Evaluation uses their current values. A parameter that is unfrozen later is
-    added at the next update.
+    averages have the shapes and the dtype (fp32) of this rank's masters, and updates run no collectives. Buffers and
+    frozen or ignored parameters are not averaged. Evaluation uses their current values. A parameter that is unfrozen
+    later is added at the next update.
 
     Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` skips the step, an update averages the unchanged
     parameters again. To avoid such updates, compare ``scaler.get_scale()`` before and after ``scaler.update()``. If the
@@ -120,9 +120,9 @@ class EMA:
         On exit, the context manager restores the weights exactly.
 
         All ranks must enter and exit the context together, because entry and exit refresh the compute weights of all
-        replicas. The context needs memory for N/D more elements per rank. Enter the context between a backward pass and
-        the next forward pass, because the context invalidates existing autograd graphs. Writes to parameters inside the
-        context are undone.
+        replicas. The context needs memory for another copy of this rank's masters. Enter the context between a backward
+        pass and the next forward pass, because the context invalidates existing autograd graphs. Writes to parameters
+        inside the context are undone.
 
         Raises:
             RuntimeError: the context is entered inside another `swapped` or inside :func:`layerzero.unsharded`.

@@ -40,8 +40,8 @@ def adamw(
     logger ``"layerzero"`` reports the chosen implementation in one line, and :func:`implementation` returns it.
 
     Apex counts steps per group, and torch counts steps per parameter. If a parameter gets its first gradient later than
-    the rest of its group, Apex computes a different bias correction. Apex and torch cannot load each other's
-    ``state_dict()``.
+    the rest of its group, Apex computes a different bias correction. Neither Apex nor torch can load a ``state_dict()``
+    of the other implementation.
 
     Args:
         params: parameters, ``named_parameters()`` or groups, obtained before or after :func:`layerzero.shard_model`.
@@ -157,7 +157,7 @@ def _build_optimizer(
     settings: Mapping[str, Any],
     rare: Mapping[str, Any],
 ) -> Optimizer:
-    """Build the optimizer and log the chosen implementation. `rare` has the settings that Apex does not support."""
+    """Build the optimizer and log the chosen implementation. Apex does not support the settings in `rare`."""
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
     device_names = " and ".join(devices)

@@ -3,8 +3,8 @@
 [Note: Copies of optimizers]
 torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` drop all
 other attributes, but most third-party optimizers have such attributes. Therefore the attributes are deep-copied one by
-one. Beforehand, the memo of these copies maps the original's parameters and state to those of the copy, so that
-parameters and state are not duplicated.
+one. The memo dict of ``copy.deepcopy`` maps the original's parameters and state to the new ones, so that attributes
+that refer to them are not copied again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unwrap_step(step: Any) -> Any:
-    """Unwrap an optimizer class's ``step`` from torch's hook wrapper, which also runs the global hooks."""
+    """Return an optimizer class's ``step`` without torch's hook wrapper, which also runs the global hooks."""
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 

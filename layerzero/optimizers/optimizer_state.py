@@ -36,7 +36,7 @@ Holder = (
 
 
 def to_public_value(value: Any, holder: Holder) -> Any:
-    """Convert an entry of a parameter's state to its public form, in which tensors of rows are sharded tensors."""
+    """Convert an entry of a parameter's state to its public form: tensors of local rows become sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(to_public_value(item, holder) for item in value)
@@ -106,9 +106,10 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
 
 
 def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
-    """Return a parameter's state, with each tensor of the parameter's shape reduced to this rank's rows.
+    """Return a parameter's state, with each tensor of the parameter's shape replaced by this rank's rows.
 
-    For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
+    For an owned parameter, return full tensors on the owner and an empty dict on other ranks. If `copy` is False, the
+    result may share memory with `values`.
     """
     if isinstance(holder, OwnedParam):
         owned_state = {key: _full_on_owner(key, value, holder, copy=copy) for key, value in values.items()}

@@ -13,8 +13,8 @@ an outer step, its weights are
 
     new anchor + (weights - (anchor - delta as the other sites have decoded it)).
 
-Without a codec, the last term is the progress since the exchange began. With a codec, it also contains the error of
-the message. The error is thus part of the next delta (error feedback), and needs no memory of its own.
+Without a codec, the last term is the progress since the exchange began. With a codec, it also contains the encoding
+error. The error is thus part of the next delta (error feedback), and needs no memory of its own.
 
 All sites decode the same bytes in the same order, so their anchors are bitwise equal. Each message starts with the
 number of the step, the fragment and a checksum of the anchor, which the receivers compare with their own.
@@ -82,7 +82,7 @@ class OuterSettings(NamedTuple):
         """Raise ValueError if a setting is out of range.
 
         Args:
-            units: number of handles that the model divides into fragments.
+            units: number of trainable handles to divide into fragments.
         """
         for name, value, least in (
             ("every", self.every, 1),
@@ -128,12 +128,12 @@ def outer(
     """Synchronize several sites every `every` steps (DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512).
 
     A site is a set of ranks with fast links, such as a cluster. Each site has its own mesh and trains the model on its
-    own data. Results differ from those of synchronous data parallelism; the loss is usually higher. Use it if the link
+    own data. Results differ from synchronous data parallelism; the loss is usually higher. Use outer steps if the link
     between sites is too slow for communication in every step. All ranks of all sites must call this function, after
-    :func:`shard_optimizer`. It copies the weights of the first site to the other sites.
+    :func:`shard_optimizer`. The function copies the weights of the first site to the other sites.
 
-    Call :meth:`OuterSteps.step` after each optimizer step, also in the warm-up. In the first `warmup` steps, the sites
-    average their gradients, as in synchronous training. After that, they train separately.
+    Call :meth:`OuterSteps.step` after each optimizer step, including during the warm-up. In the first `warmup` steps,
+    the sites average their gradients, as in synchronous training. After that, they train separately.
 
     Args:
         model: model that :func:`shard_model` returned, on the mesh of this rank's site.
@@ -146,8 +146,8 @@ def outer(
         delay: number of steps between the start of an exchange and its outer step. It must be less than `every`.
         lr: learning rate of the outer steps.
         momentum: Nesterov momentum of the outer steps.
-        codec: codec of the deltas, such as :class:`Int4Blocks`; None sends fp32. The error of a message enters the next
-            delta, also with ``Int4Blocks(feedback=False)``.
+        codec: codec of the deltas, such as :class:`Int4Blocks`; None sends fp32. Encoding errors are added to the next
+            delta, even with ``Int4Blocks(feedback=False)``.
 
     Returns:
         The object whose ``step()`` performs the outer steps. Its anchors and momentum take 8 bytes per element of the
@@ -189,7 +189,7 @@ def outer(
 def _agree_and_connect(
     runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings
 ) -> Communicator:
-    """Check that all ranks of all sites agree, and create the communicator between sites."""
+    """Check that all ranks of all sites agree on settings and model, and create the communicator between sites."""
     numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
     fields = {**numbers, "codec": codec_text(settings.codec)}
     failure: Exception | None = None
@@ -223,7 +223,7 @@ def _agree_and_connect(
 
 
 def _describe_own_part(runtime: LayerZeroState) -> list[object]:
-    """Return a description of this rank's part of the model, which ranks at the same position must have in common."""
+    """Describe this rank's part of the model. Ranks at the same position in each site must have equal descriptions."""
     return [
         [handle.name, handle.mesh_info.shard_index, handle.trainable, str(handle.weights.master.dtype)]
         + [[member.name, list(member.spec.true_shape), list(member.spec.bounds)] for member in handle.members]
@@ -265,7 +265,7 @@ class _Exchange(NamedTuple):
 
 
 class _Deltas(NamedTuple):
-    """Decoded deltas of one fragment, 1-D [n]."""
+    """Decoded deltas of one fragment, 1-D [n]; see :class:`_Fragment`."""
 
     due: int
     mean: Tensor  # of all sites
@@ -274,7 +274,7 @@ class _Deltas(NamedTuple):
 
 @dataclass(eq=False)
 class _Fragment:
-    """Part of the model that is exchanged at once."""
+    """Handles whose deltas are exchanged in one message. This rank has n elements of their masters."""
 
     index: int
     handles: tuple[Handle, ...]
@@ -285,10 +285,10 @@ class _Fragment:
 
     @cached_property
     def blocks(self) -> list[ParamRows]:
-        """The elements of each parameter in a tensor [n].
+        """Range of each parameter's elements in a 1-D tensor [n], for the codec.
 
-        Codecs use no common scale for elements of different parameters: copies of a parameter on a tensor-parallel axis
-        must be decoded equally, although their neighbors differ.
+        Codecs do not share a scale between parameters. Copies of a parameter on a tensor-parallel axis must be decoded
+        equally, although their neighbors in the tensor differ.
         """
         blocks, first = [], 0
         for handle in self.handles:
@@ -300,7 +300,7 @@ class _Fragment:
         return blocks
 
     def parts(self, flat: Tensor) -> Iterator[tuple[Handle, Tensor]]:
-        """Yield each handle with its part of a tensor [n]."""
+        """Yield each handle with its part of the 1-D tensor `flat` [n]."""
         sizes = [handle.weights.master.numel() for handle in self.handles]
         yield from zip(self.handles, torch.split(flat, sizes), strict=True)
 
@@ -422,7 +422,7 @@ class OuterSteps:
         note_edits(gradient for gradient in gradients if gradient is not None)
 
     def _require_usable(self) -> None:
-        """Raise RuntimeError if the weights are not those of the training, or if they were divided differently."""
+        """Raise RuntimeError if a view is active, a load has failed, or layouts or trainable handles have changed."""
         status = self._runtime.status
         if status.active_views:
             raise RuntimeError(
@@ -463,8 +463,8 @@ class OuterSteps:
     def step(self) -> None:
         """Exchange deltas and take outer steps if they are due. Call this method after each optimizer step.
 
-        All ranks of all sites must call this method equally often, also if a loss scaler or a guard has skipped the
-        optimizer step in some sites.
+        All ranks of all sites must call this method the same number of times, even if a loss scaler or a guard has
+        skipped the optimizer step in some sites.
 
         Raises:
             RuntimeError: the sites are at different steps, or their anchors differ. All ranks of all sites raise.
@@ -493,7 +493,7 @@ class OuterSteps:
                     self._take_outer_step(fragment)
 
     def _set_anchors(self) -> None:
-        """Make the current weights the anchors, which must be equal in all sites."""
+        """Use the current weights as anchors. Raise RuntimeError if they differ between sites."""
         self._fragments = [self._new_fragment(*each) for each in enumerate(self._fragment_handles)]
         own = torch.stack([sum64(fragment.anchor) for fragment in self._fragments]).to(self._runtime.mesh_info.device)
         gathered = own.new_empty(self._comm.size, len(own))
@@ -514,7 +514,7 @@ class OuterSteps:
         return _Fragment(index, handles, anchor, torch.zeros_like(anchor) if self.settings.momentum else None)
 
     def _start_exchange(self, fragment: _Fragment) -> None:
-        """Send this site's delta, and start to receive those of the other sites."""
+        """Start the all-gather of the deltas of all sites."""
         payload_bytes = self._payload_bytes(fragment)
         width = _HEADER_BYTES + -(-payload_bytes // _ALIGNED) * _ALIGNED
         message = torch.zeros(width, dtype=torch.uint8, device=fragment.anchor.device)
@@ -554,7 +554,7 @@ class OuterSteps:
             self.settings.codec.encode(delta.float(), fragment.blocks, payload)
 
     def _decode(self, fragment: _Fragment, payload: Tensor) -> Tensor:
-        """Return the delta in a part of a message. Without a codec, it is a view of the message."""
+        """Decode the delta in `payload`, a message without its header. Without a codec, the result is a view."""
         if self.settings.codec is None:
             return payload.view(fragment.anchor.dtype)
         values = torch.zeros_like(fragment.anchor, dtype=torch.float32)  # padding is not encoded
@@ -563,13 +563,13 @@ class OuterSteps:
         return values.to(fragment.anchor.dtype)
 
     def _payload_bytes(self, fragment: _Fragment) -> int:
-        """Return the number of bytes of a delta in a message."""
+        """Return the size of an encoded delta in bytes, without the header."""
         if self.settings.codec is None:
             return fragment.anchor.nbytes
         return self.settings.codec.nbytes(fragment.blocks, torch.float32) if fragment.blocks else 0
 
     def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
-        """Raise RuntimeError on all ranks of the site if the messages of the sites do not belong together."""
+        """Raise RuntimeError on all ranks of the site if messages differ in their step, fragment or anchor checksum."""
         differs = (headers != headers[self._comm.rank]).any()
         on_any_rank = differs.to(self._runtime.mesh_info.device, torch.int32)
         self._runtime.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
@@ -591,7 +591,7 @@ class OuterSteps:
         )
 
     def _take_outer_step(self, fragment: _Fragment) -> None:
-        """Take the outer step of a fragment: update its anchor, and move this site's weights to it."""
+        """Take the outer step of a fragment: update its anchor, and add this site's later progress to it."""
         deltas = self._wait_and_decode(fragment)
         assert deltas is not None
         fragment.deltas = None
@@ -672,7 +672,7 @@ class OuterSteps:
 
 
 def _divide_handles(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
-    """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks."""
+    """Divide handles, in their order, into fragments of about equal size. The result is the same on all ranks."""
     sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
     return [tuple(handles[index] for index in indices) for indices in divide_into_fragments(sizes, fragments)]
 
@@ -685,7 +685,7 @@ def _flat_master(handles: Sequence[Handle]) -> Tensor:
 
 
 def _iter_rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:
-    """Yield each parameter of a fragment with its rows in a tensor [n]."""
+    """Yield each parameter of a fragment with its rows in the 1-D tensor `flat` [n]."""
     for handle, part in fragment.parts(flat):
         for member in handle.members:
             yield member, part[member.shard_slice].view(member.master.shape)
@@ -697,7 +697,7 @@ def _load_rows(fragment: _Fragment, flat: Tensor, loaded: Mapping[str, Any]) -> 
 
 
 def _load_deltas(fragment: _Fragment, state_dict: Mapping[str, Any]) -> _Deltas | None:
-    """Return the deltas of an exchange that was in flight, or None if there was none."""
+    """Return the deltas of the exchange that was in flight during the save, or None if there was none."""
     names = [member.name for handle in fragment.handles for member in handle.members]
     due = {state_dict["due"].get(name) for name in names}
     if due == {None}:

@@ -1,12 +1,12 @@
-"""Owner groups, which are the ranks that assemble an owned parameter.
+"""Owner groups: the ranks whose rows together form an owned parameter.
 
 [Note: Owner groups]
-All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, each model-parallel
-part has this property. If a model-parallel axis splits the matrices, as in tensor parallelism, the other parts are in
-the corresponding ZeRO-3 groups along this axis. The ranks in all of these groups form the parameter's owner group.
-They send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
-matrices from one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate
-on the axis.
+One rank, the owner, updates an owned parameter in full. All ZeRO-1 rows of the parameter are on the ranks of one ZeRO-3
+group. With model parallelism, this applies to each model-parallel part. If a model-parallel axis splits the matrices,
+as in tensor parallelism, the other parts are in the corresponding ZeRO-3 groups along this axis. The ranks in all of
+these groups form the parameter's owner group. They send their rows to the owner in one collective. If the ranks along a
+model-parallel axis have copies, or different matrices from one stack, the parts are not joined along this axis. The
+parameter then has one owner for each coordinate on the axis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OwnerGroup:
     mesh_info: MeshInfo
     axis: int | None  # model-parallel axis along which parts are joined
     communicator: Communicator
-    order: tuple[tuple[int, int], ...]  # (s, coordinate on the axis) for each rank of the communicator, in rank order
+    order: tuple[tuple[int, int], ...]  # for each rank of the communicator: (ZeRO-3 rank, coordinate on the axis)
 
     @property
     def ranks(self) -> list[int]:
@@ -80,7 +80,7 @@ def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tupl
 
 
 def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
-    """Return the model-parallel axis along which the parts of a parameter must be joined, or None.
+    """Return the model-parallel axis along which a parameter's parts must be joined, or None if no axis is needed.
 
     Args:
         matrices_separately: whether the optimizer updates each matrix in a stack of matrices separately.

@@ -1,7 +1,8 @@
 """Provide the optimizer state of owned parameters on every rank.
 
-Only the owner stores the state. The owner sends a description (shapes, dtypes and scalars) to all other ranks. From
-this description, the other ranks create sharded tensors without local rows.
+An owned parameter is updated in full by one rank, its owner, and only the owner stores the state. The owner sends a
+description (shapes, dtypes and scalars) to all other ranks. From this description, the other ranks create sharded
+tensors without local rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def gather_owner_state(
 
     Args:
         state: this rank's state, by parameter name. Its tensors are sharded tensors.
+        owned: all owned parameters of the optimizer.
         model_ranks: ranks that must call this function.
 
     Raises:

@@ -2,12 +2,12 @@
 
 [Note: Owner rounds]
 All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of
-the group steps one of the parameters that it owns. The parameters with the highest update cost are first. The rank
-receives the rows of the master and of the final gradient from the other ranks, steps the parameter, and sends the rows
-of the master back. A round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters
-the masters. All ranks therefore compute at the same time. Each rank stores one full parameter and its gradient, and all
-communication stays inside the group. A parameter whose rows are all on its owner needs no communication. Such a
-parameter is stepped together with the element-wise parameters.
+the group steps one of the parameters that it owns, in order of decreasing update cost. The rank receives the rows of
+the master and of the final gradient from the other ranks, steps the parameter, and sends the rows of the master back. A
+round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters the masters. All
+ranks therefore compute at the same time. Each rank stores one full parameter and its gradient, and all communication
+stays inside the group. A parameter whose rows are all on its owner needs no communication. Such a parameter is stepped
+together with the element-wise parameters.
 
 All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
 run the same collectives. A rank belongs to several owner groups if parameters are on several meshes or are sharded
@@ -70,7 +70,7 @@ class OwnedParam:
 
     @property
     def owner_has_all_rows(self) -> bool:
-        """True if all rows are on the owner."""
+        """True if the owner already has all rows, so that no communication is needed."""
         return self.numel_on(self.owner.s) == self.numel
 
     @property
@@ -110,7 +110,7 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Split the full parameter `whole` into one view per rank of the owner group, with the rank's rows.
+        """Return views of the full parameter `whole`, one for the rows of each rank in the owner group.
 
         The views are in rank order. The parts of the parameter must be joined along a model-parallel axis.
         """
@@ -163,7 +163,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return how many buffers of each size the rounds of `owned` use at the same time; see :func:`_buffer_sizes`."""
+    """Return the number of buffers, by (numel, dtype), that the rounds of `owned` need at the same time."""
     maximum: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
@@ -311,9 +311,8 @@ class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: one entry for each rank of the group, in rank order: a pair of the parameter that the entry's rank
-            steps and the gradient of the calling rank's rows of that parameter. None if the entry's rank does not step
-            a parameter.
+        chosen: one entry for each rank of the group, in rank order. An entry consists of the parameter that the entry's
+            rank steps, and the gradient of the calling rank's rows. It is None if that rank steps no parameter.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:

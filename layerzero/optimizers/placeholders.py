@@ -1,8 +1,8 @@
-"""Replace parameters that have no rows on this rank by placeholders during a step.
+"""Replace parameters that have no rows on this rank with placeholders during a step.
 
 [Note: Parameters without rows]
 A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels from other
-packages may not. NVIDIA Apex packs tensors into launches and starts the last launch at the last chunk of the last
+packages might not. NVIDIA Apex packs tensors into launches and starts the last launch at the last chunk of the last
 tensor. An empty tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's
 own optimizers step empty tensors. During a step of any other optimizer, a parameter without rows has two zero elements
 and a gradient of zeros. State tensors with the parameter's shape also have two elements. All ranks then step the same

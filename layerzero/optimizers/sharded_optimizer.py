@@ -137,7 +137,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.before_update: Callable[[], None] | None = None  # called when all gradients are final
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
         self._runtime = runtime
-        self._model = runtime.model  # a strong reference, like those of torch optimizers to their parameters
+        self._model = runtime.model  # a strong reference, as torch optimizers hold to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
         self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
@@ -592,7 +592,7 @@ class ShardedOptimizer(OptimizerProxy):
         return {self._name_of(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if it has no owner."""
+        """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if `name` has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:

@@ -17,14 +17,14 @@ __all__ = ["ParamKeyedState"]
 class ParamKeyedState(MutableMapping[Tensor, Any]):
     """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps.
 
-    Iteration, ``len`` and ``in`` take only parameters with state into account. A lookup of a trainable parameter that
-    the optimizer has not stepped yet returns a read-only mapping with the parameter's initial state, as in
+    Iteration, ``len`` and ``in`` skip parameters without state. A lookup of a trainable parameter that the optimizer
+    has not stepped yet returns a read-only mapping with the parameter's initial state, as in
     ``ShardedOptimizer.state_dict``.
 
     Args:
         inner: the wrapped optimizer.
         master_of: mapping from the id of a sharded parameter to its master.
-        owned: ids of the parameters whose state is on the owner.
+        owned: ids of the parameters whose state only their owner rank stores.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[T
 
 
 def _initial_value(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
-    """Return the initial value of a state entry, given its values after steps on parameters of zeros and of ones."""
+    """Infer the initial value of a state entry from its values after steps on parameters of zeros and of ones."""
     if isinstance(value, Tensor) and value.ndim:
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
         start = float(value.flatten()[0])

@@ -1,4 +1,4 @@
-"""Give the wrapper access to the wrapped optimizer's hooks, methods and state, and check its groups."""
+"""Helpers of ShardedOptimizer that forward to the wrapped optimizer, detect its writes and check its groups."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """Optimizer that forwards accesses to public attributes that it does not define to the inner optimizer."""
+    """Optimizer that reads and writes public attributes on the inner optimizer if it does not define them itself."""
 
     inner: Optimizer
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer."""
+        """Call a method of the inner optimizer. Derived classes implement this method."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -208,7 +208,7 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls a function before the first operation that writes to the memory of the given tensors.
+    """Dispatch mode that calls a function before the first operation that writes to the memory of `tensors`.
 
     Args:
         tensors: tensors whose memory is observed.
@@ -255,7 +255,7 @@ def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
-    """Record a write to the masters of `parameters`, which the mutation tracker cannot detect by itself."""
+    """Record a write to sharded parameters or gradients that their mutation trackers cannot detect by themselves."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.tracker is not None:

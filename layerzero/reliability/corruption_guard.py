@@ -3,13 +3,13 @@
 [Note: State between steps]
 Between two steps, layerzero does not write to masters and optimizer state. Between a backward pass and the step, only
 the user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation
-tracker counts writes. Suppose the address, the version and the write count of a tensor are unchanged. If the sum of the
-tensor's bits has changed nevertheless, a bit has flipped.
+tracker counts writes. Therefore, if the sum of a tensor's bits changes while the tensor's address, version and write
+count do not, a bit has flipped.
 
 [Note: Repeated steps]
 Compute weights are computed from masters, and gradients are computed from compute weights and batches. If masters and
 optimizer state are unchanged since the last step, a refused step can be repeated and then gives the correct result. If
-values are wrong again after they were recomputed, their memory is defective.
+values are wrong again after they were recomputed, their memory is probably defective.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SilentDataCorruption(RuntimeError):
 
     Attributes:
         corruptions: corrupted elements, the same on all ranks.
-        recoverable: whether masters and optimizer state are correct. If True, only the refused step used wrong values.
-            In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
+        recoverable: True if the step can be repeated, because masters and optimizer state are correct and only the
+            refused step used wrong values. In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """
 
     def __init__(

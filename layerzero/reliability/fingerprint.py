@@ -5,8 +5,8 @@ After a refresh, all replicas have bitwise equal ZeRO-3 shards, and each rank's 
 cast to the compute dtype. Therefore, a flipped bit in the compute weights makes one replica differ from the other
 replicas and from the element's master. A flipped bit in a master makes all replicas differ from that master if the bit
 is visible in the compute dtype. If a master and its compute weight share memory, the value on the majority of the
-replicas counts as correct. If there is no majority, the value on the rank that has the master counts as correct if
-this rank has checked that its masters are unchanged since the last step.
+replicas counts as correct. Without a majority, the value on the rank that has the master counts as correct, provided
+that this rank has verified that its masters are unchanged since the last step.
 
 If `refresh_codec` is not lossless, compute weights are compared between replicas only, because they differ from the
 cast masters. The value on the majority of the replicas counts as correct.
@@ -49,7 +49,7 @@ class Corruption:
         kind: "compute weights", "masters", "optimizer state 'NAME'" or "gradient". If it is unknown which copy is
             wrong, the kind is "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
         ranks: global ranks that have wrong bits. For "weights", these are all ranks that have a copy. At least one of
-            these copies is wrong. This also holds for "compute weights" that have no majority and are refreshed with
+            these copies is wrong. The same applies to "compute weights" that have no majority and are refreshed with
             :class:`layerzero.Int4Difference`.
         handle: name of the handle that stores the elements.
         parameter: name of the parameter that contains the elements.
@@ -112,8 +112,8 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
     Args:
         runtime: state of the sharded model.
         own: corruptions that this rank has found.
-        sound: by name, for parameters whose state is known: True if the parameter's masters on this rank are unchanged
-            since the last step, False if their bits have changed without a write.
+        sound: by parameter name: True if the parameter's masters on this rank are unchanged since the last step, False
+            if their bits have changed without a write. Parameters whose state is unknown are omitted.
     """
     handles = runtime.handles
     for handle in handles:
@@ -187,6 +187,9 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
     """Return the differences in one handle, between replicas or between compute weights and masters.
 
     All ranks of the replica group must call this function. The result is the same on these ranks.
+
+    Args:
+        masters_unchanged: same as `sound` in :func:`compare`.
     """
     zero3 = handle.weights.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # many backends lack other integers
@@ -257,8 +260,8 @@ def _kind_and_replicas(
         master: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
             master.
         owner: replica that has the master. None if compute weights need not equal the cast master.
-        state: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
-            ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
+        state: state of the owner's master since the last step: ``_SOUND`` (unchanged), ``_CHANGED`` (changed without a
+            write) or ``_UNKNOWN`` (not recorded, or written to).
     """
     if master is not None:
         assert owner is not None
@@ -294,7 +297,7 @@ def _format_elements(elements: Sequence[int]) -> str:
 
 
 class _Owners:
-    """Map from positions in this rank's ZeRO-3 shard of a handle to replicas and parameters."""
+    """Map from positions in this rank's ZeRO-3 shard of a handle to the replica and the parameter at each position."""
 
     def __init__(self, handle: Handle, mesh_info: MeshInfo) -> None:
         self._layout = handle.layout

@@ -1,11 +1,11 @@
 """Find the ranks whose own gradients were not finite.
 
 [Note: Origin of non-finite gradients]
-A check of the final gradients, or of their norm, before each step detects non-finite gradients. At that point, the
-gradients of all ranks have been summed. The check then cannot identify the rank that produced the non-finite gradients.
-Therefore each rank checks its own gradients before it sends them, and stores the result on the device. This check reads
-the gradients once. It does not communicate or block the host. The result is read only after a check of the final
-gradients has failed.
+A check of the final gradients, or of their norm, before each step detects non-finite gradients. By then, the gradients
+of all ranks have been summed, so the check cannot identify the rank that produced the non-finite gradients. Therefore
+each rank also checks its own gradients before it sends them, and stores the result on the device. This local check
+reads the gradients once, does not communicate and does not block the host. Its result is read only after a check of the
+final gradients has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["LocalGradientCheck", "nonfinite_text"]
 
 
 class LocalGradientCheck:
-    """Record of which of this rank's own gradients were not finite when they were sent."""
+    """Check of this rank's own gradients before they are sent. It records which of them are not finite."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -38,7 +38,7 @@ class LocalGradientCheck:
             handle.inspect = None
 
     def clear_record(self) -> None:
-        """Clear the record."""
+        """Clear the record of non-finite gradients."""
         if self._bad:
             torch._foreach_zero_(self._bad)
 

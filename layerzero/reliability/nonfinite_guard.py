@@ -44,8 +44,8 @@ def guard_steps(
     """Make ``step()`` skip the update or raise an error if any rank has a NaN or infinite gradient.
 
     All ranks must call this function. Each step then reads this rank's final gradients once and waits for an all-reduce
-    of one number. If `locate` is True, each reduction also reads, once, the gradients that it sends. A loss scaler runs
-    its own check first. If that check fails, the loss scaler skips the step itself.
+    of one number. If `locate` is True, each reduction also reads the gradients that it sends. A loss scaler runs its
+    own check first. If that check fails, the loss scaler skips the step itself.
 
     Args:
         model: model that :func:`layerzero.shard_model` returned.
@@ -129,7 +129,7 @@ class StepGuard:
             self._own.stop()
 
     def _begin_round(self, *_: object) -> None:
-        """Begin a new round before a forward pass.
+        """Begin a new round before a training forward pass. In a round, each optimizer steps at most once.
 
         If no parameter has a gradient, also clear the record of non-finite gradients. For example, a loss scaler may
         have skipped the step without calling this guard.
@@ -144,10 +144,10 @@ class StepGuard:
 
     @torch.no_grad()
     def may_step(self, optimizer: ShardedOptimizer) -> bool:
-        """Return whether the optimizer may step. It may step if all gradients on all ranks are finite.
+        """Return True if the optimizer may step, because all gradients on all ranks are finite.
 
-        If one optimizer has skipped its step in a round, the remaining optimizers in the round also skip theirs,
-        without another check. All ranks must call this method.
+        After one optimizer has skipped its step, the other optimizers skip theirs until the next forward pass, without
+        another check. All ranks must call this method.
         """
         if not self._checked_optimizers or any(optimizer is other for other in self._checked_optimizers):
             self._checked_optimizers, self._refusing = [], False
@@ -180,7 +180,7 @@ class StepGuard:
         }
 
     def _record_skipped_step(self, gradients: dict[str, Tensor]) -> None:
-        """Count a skipped step, and log a message or raise an error. All ranks of the model have the same message."""
+        """Count a skipped step, and log a message or raise an error. All ranks of the model must call this method."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._gather_texts(not_finite(gradients))))
         own_messages = (

@@ -1,4 +1,4 @@
-"""Report late collectives of a model: :func:`watchdog`."""
+"""Watchdog that logs the collectives of a model that do not complete in time: :func:`watchdog`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     The message names the collective, its unit and the step. It also names each missing rank and that rank's last
     collective. The message is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The
-    watchdog does not abort a collective. Only the timeout of the process group aborts the collective. A watchdog uses
-    two threads and sends a request to the store every 1 to 10 s.
+    watchdog does not abort collectives. Only the timeout of the process group does. A watchdog uses two threads and
+    sends a request to the store every 1 to 10 s, or more often if `limit` is less than 4 s.
 
     On a device, :func:`layerzero.shard_model` starts a default watchdog. Its limit is half the timeout of the process
     group, but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call
@@ -27,8 +27,8 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     Args:
         model: model that :func:`layerzero.shard_model` returned.
-        limit: time in seconds after the launch of a collective at which the message is logged. Use a limit that is
-            longer than any step or checkpoint takes.
+        limit: time in seconds from the launch of a collective until it counts as late. Use a limit that is longer than
+            any step or checkpoint takes.
 
     Returns:
         The watchdog. Call its ``close()`` method to stop it.

@@ -1,6 +1,6 @@
 """Compute the difference of each parameter between two training runs of the same model.
 
-This module only computes numbers and formats text.
+This module compares recorded tensors and formats the report. It neither trains models nor communicates.
 
 [Note: Scale of differences]
 The gradient of a bias before a normalization layer is zero except for rounding errors, which differ between two runs.
@@ -40,7 +40,7 @@ class ParameterDifference:
     """Differences of one parameter (or floating-point buffer) between one sharded run and the plain run.
 
     Attributes:
-        zero3_size: value of S in the sharded run.
+        zero3_size: `zero3_size` (S) of the sharded run.
         precision: coarsest dtype of the sharded run, such as ``"float32"``.
         name: name of the parameter, as in ``named_parameters()``.
         gradient: largest relative difference of the parameter's gradient. The value is ``inf`` if only one run has a
@@ -212,9 +212,8 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
 def _ulps(values: Tensor) -> Tensor:
     """Return the size of one ulp of each element, in fp64.
 
-    One ulp is the distance to the next larger magnitude in the dtype of `values`.
-
-    The result is 0 for integers, zeros and infinite values.
+    One ulp is the distance to the next larger magnitude in the dtype of `values`. The result is 0 for integers, zeros
+    and infinite values.
     """
     if not values.is_floating_point():
         return torch.zeros(values.shape, dtype=torch.float64)

@@ -27,7 +27,7 @@ _GRACE = 2.0  # time in seconds to wait for errors of the other ranks after one 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Failure of a rank."""
+    """Description of the failure of one rank, for the error message."""
 
     rank: int
     when: float  # seconds since the epoch

@@ -46,7 +46,7 @@ PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model tha
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Description of the training that both runs perform. The fields are arguments of :func:`layerzero.verify`."""
+    """Training that plain and sharded runs perform. The fields are arguments of :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int], Any]
@@ -76,15 +76,15 @@ class TrainingTask:
         return optimizer
 
     def batch(self, index: int, rank: int) -> Any:
-        """Return the user's batch for a micro-batch and a rank. The random numbers are seeded from both indices."""
+        """Seed the random number generators from `index` and `rank`, and return the user's batch."""
         _seed(self.seed, 1 + index, rank, 0)
         return self.batch_fn(index, rank)
 
     def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
-        """Run the forward and backward passes of one micro-batch. The random numbers are seeded from the indices.
+        """Run the forward and backward passes of one micro-batch. Its indices seed the random number generators.
 
         Returns:
-            The loss. The gradients belong to the loss divided by the number of micro-batches.
+            The loss. The gradients are those of the loss divided by the number of micro-batches.
         """
         index = step * self.micro_batches + micro_batch
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
@@ -302,7 +302,7 @@ def _full_on_rank_0(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _seed(*numbers: int) -> None:
-    """Seed torch's and Python's random numbers from integers. Equal integers give the same states on every rank."""
+    """Seed the generators of torch and Python from integers. Equal integers give equal states on every rank."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
@@ -312,7 +312,7 @@ def _seed(*numbers: int) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Context manager that restores the random states of Python and torch on exit from the context."""
+    """Context manager that restores the random number generators of Python and torch on exit."""
     state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:

@@ -85,9 +85,9 @@ def verify(
     does. All runs start from the same weights and draw the same random numbers for a given rank and micro-batch.
     Therefore dropout and batch-norm in training mode can be compared.
 
-    On a CPU, the ranks use collectives, as on devices, instead of shared memory, unless `shared_memory` is given. If
-    only some ranks of a ZeRO-3 group run a forward pass (``if rank == 0: evaluate(model)``), an error is raised. On
-    devices, such a forward pass would hang.
+    On a CPU, the ranks use collectives instead of shared memory, as on devices, unless you pass `shared_memory`.
+    Therefore a forward pass on only some ranks of a ZeRO-3 group (``if rank == 0: evaluate(model)``) raises an error.
+    On devices, it would hang.
 
     Use a small configuration of the model. Every rank allocates the full model, and rank 0 stores two copies of it per
     step in host memory.
@@ -101,7 +101,7 @@ def verify(
         model_fn: function that builds the model on any device. The function is called many times and must return a new
             model with the same structure each time.
         batch_fn: function ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. The
-            function must return equal batches for equal arguments. torch's random numbers are seeded before each call.
+            function must return equal batches for equal arguments. torch's generators are seeded before each call.
         loss_fn: function ``(model, batch) -> loss``, where the loss is a tensor with one element. If None, the model
             must return the loss, or an object that has the loss as ``.loss`` or ``["loss"]``. The model is called as
             ``model(batch)``, as ``model(*batch)`` for a tuple, or as ``model(**batch)`` for a dict.
@@ -296,7 +296,7 @@ def _create_trials(
 ) -> list[_Trial]:
     """Return the sharded runs for each of `sizes`.
 
-    If `settings` request a lower precision than that of the model, there are two runs per size. The first run uses the
+    If `settings` request a lower precision than the model has, there are two runs per size. The first run uses the
     model's precision.
     """
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
