@@ -105,7 +105,7 @@ def _num_arguments(tensor: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """Class of one parameter, and the arguments for the class's all-gather extension.
+    """Tensor subclass of one parameter, and the arguments for its all-gather extension.
 
     Example::
 
@@ -123,7 +123,7 @@ class Extension:
     def split_parameter(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into its extension and a plain parameter that uses the same memory."""
+        """Return a plain parameter that uses the memory of `parameter`, and the extension of the parameter's class."""
         subclass: Any = parameter
         (inner,), context = subclass.__tensor_flatten__()
         values = inner_tensor(parameter)
