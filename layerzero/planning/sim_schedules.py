@@ -56,16 +56,16 @@ class ScheduleSettings:
     reduce: int = 4
     replica_reduce: float = 4
     hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
-    refreshed: float | None = None  # of an element in an encoded refresh; None if refreshes are not encoded
+    refreshed: float | None = None  # bytes per element in an encoded refresh; None if refreshes are not encoded
     refresh_encoding: float = 0.0  # time in seconds in which a rank encodes an element of a refresh
     refresh_decoding: float = 0.0
-    accumulator: int = 4  # of an element of an accumulator between micro-batches
+    accumulator: int = 4  # bytes per element of the accumulators between micro-batches
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
     ends_stay_gathered: bool = True  # whether the root and the last unit stay gathered for the backward, as on devices
-    adds_hop1: bool = False  # ranks add the parts of hop 1, as on gloo; gradients are then sent in their own dtype
+    adds_hop1: bool = False  # ranks add the parts of hop 1, as with gloo; gradients are then sent in their own dtype
     update: float = 0.0  # time of the optimizer's update in seconds
     memory_speed: float = float("inf")  # memory bandwidth of additions in bytes per second
 
@@ -251,8 +251,8 @@ class _Rank:
     def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
         """Return the addition that follows a collective.
 
-        The addition reads the received part and the sum, and writes the sum. The time of hop 2 contains the time in
-        which its messages are encoded and decoded.
+        The addition reads the received part and the sum, and writes the sum. After hop 2, the time includes encoding
+        and decoding of messages.
         """
         seconds = 3 * _MASTER * numel / self.settings.memory_speed
         if collective.kind == "hop2":
