@@ -51,7 +51,7 @@ class Derived(DTensor):
 
 
 def with_origin(made: Any, origin: RowShardSpec) -> Any:
-    """Change the class of each DTensor in `made` that has a ``grad_fn`` to :class:`Derived`, and return `made`."""
+    """Convert each DTensor in `made` that has a ``grad_fn`` to :class:`Derived` in place, and return `made`."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)

@@ -78,7 +78,7 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
 
 
 def _is_foreign_row_sharding(value: DTensor, spec: RowShardSpec) -> bool:
-    """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
+    """Return whether `value` is sharded by rows on the mesh of `spec` but was not created by layerzero."""
     is_row_sharded = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
     )

@@ -68,7 +68,7 @@ _EXPLAINED = {  # keyed by a substring of torch's error message
 
 
 def named_error(error: RuntimeError, func: Any, spec: RowShardSpec) -> RuntimeError:
-    """Return an error that names the parameter, to be raised instead of torch's `error`.
+    """Return an error that names the parameter. Raise it instead of torch's `error`.
 
     If there is no explanation for the message of `error`, return `error` itself.
     """
