@@ -118,7 +118,7 @@ class Job:
             dist.destroy_process_group()
 
     def _gather(self, name: str, text: str, ranks: Collection[int]) -> dict[int, str]:
-        """Publish the text of this rank. On the first rank, return the texts that arrive from `ranks` in time."""
+        """Publish the text of this rank. On the first rank, return the texts that `ranks` publish within a timeout."""
         self._texts.set(f"{name}/{self.rank}", text)
         if self.rank:
             return {}
