@@ -158,7 +158,7 @@ class Estimate:
 
     @property
     def host_excess(self) -> float:
-        """Number of bytes that the ranks on a node together lack in host memory, or 0 if the memory suffices."""
+        """Number of bytes by which all ranks on a node together exceed its host memory, or 0 if the memory suffices."""
         return max(0.0, self.host * self.cluster.accelerators - self.cluster.host_memory * 1e9)
 
     @property
@@ -265,7 +265,7 @@ class Estimator:
         return replace(self, cluster=cluster, _units={}, _memories={}, _step_costs={})
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
-        """Return the settings in `choice` in the form that ``shard_model`` takes."""
+        """Return the settings in `choice` as a :class:`LayerZeroConfig`."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
@@ -458,7 +458,7 @@ class Estimator:
         return 1 / encoding + 1 / decoding
 
     def _refresh_width(self, choice: Candidate) -> float | None:
-        """Return the number of bytes per element that an encoded refresh sends. None if it is not encoded."""
+        """Return the number of bytes per element that an encoded refresh sends, or None without a refresh codec."""
         if choice.refresh_codec is None:
             return None
         codec = NAMED_REFRESH_CODECS[choice.refresh_codec]

@@ -207,7 +207,7 @@ class _TriedSettings:
     micro_batches: list[int]
 
     def choices(self, zero3_size: int, ranks: int) -> Iterable[Candidate]:
-        """Return the distinct combinations for one `zero3_size`."""
+        """Return the distinct combinations of settings for one `zero3_size`, in a job of `ranks` ranks."""
         replicas = ranks // zero3_size
         # With one replica, there is no hop 2, and no refresh between ranks.
         between = list(itertools.product(self.replica_reduce_dtypes, self.hop2_codecs, self.refresh_codecs))

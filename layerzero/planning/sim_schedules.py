@@ -5,7 +5,7 @@ compares the program with a recording of the engine. The programs of other schem
 these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
 communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes. For
 HFSDP (Megatron-FSDP with optimizer state sharded over all ranks), only the last micro-batch reduces gradients between
-nodes, and only the first gathers weights between nodes, once in its forward and once in its backward.
+nodes. Only the first micro-batch gathers weights between nodes, once in its forward and once in its backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARTS = 8  # number of parts of an optimizer step; after each part, its units a
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Number of elements in a unit, and time in seconds of the unit's forward and backward passes per micro-batch.
+    """Number of elements in a unit, and durations of its forward and backward passes per micro-batch, in seconds.
 
     In a list of units, the root is the first unit.
     """
