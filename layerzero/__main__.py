@@ -14,8 +14,8 @@ from layerzero import __version__
 
 
 def main() -> None:
-    """Run the command line."""
-    if sys.argv[1:] == ["--version"]:  # here, because it needs no typer
+    """Run the command in ``sys.argv``. If typer is not installed, print how to install it."""
+    if sys.argv[1:] == ["--version"]:  # handled here, because it does not need typer
         print(f"layerzero {__version__}")
         return
     try:

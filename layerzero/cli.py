@@ -65,7 +65,7 @@ def _verify(
 
     Exit status: 0 if both runs agree, 1 if they differ or a run fails, 2 for wrong usage.
     """
-    if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, the command `layerzero` does not
+    if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
@@ -209,8 +209,8 @@ def _batch_fn(model: str) -> Callable[..., Any]:
 def _parse_unit(name: str, module_name: str) -> type[nn.Module] | str:
     """Return the module class that `name` refers to.
 
-    If there is no such class and `name` has no colon, return `name` itself. `shard_model` then checks that a submodule
-    has this name.
+    If there is no such class and `name` has no colon, return `name` itself, which `shard_model` takes as the name of a
+    submodule.
     """
     unit = _import_callable(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
     if isinstance(unit, type) and issubclass(unit, nn.Module):

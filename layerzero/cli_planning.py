@@ -157,7 +157,7 @@ def _plan(
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
         site_settings = _site_settings(sites, between_sites, every, fragments)
         described = None if probe else _read_cluster(cluster, cluster_fields)
-        source = _read_model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
+        source = _read_model(model, named, optional)  # before the probe, to report a wrong argument immediately
         target = _probe_cluster(cluster_fields, quiet=as_json) if described is None else described
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
@@ -356,7 +356,7 @@ class _Progress:
 
 
 def _probe_cluster(given: dict[str, Any], *, quiet: bool) -> Cluster:
-    """Return the measured cluster, with the fields that the user has given."""
+    """Measure the cluster, and replace measured fields by the values in `given` that are not None."""
     return replace(_run_probe(quiet=quiet), **{name: value for name, value in given.items() if value is not None})
 
 
@@ -403,7 +403,7 @@ def _read_model(
     if named is not None and (Path(named).exists() or ":" not in named):
         return named
     if named is not None:
-        if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, the command `layerzero` does not
+        if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
             sys.path.insert(0, os.getcwd())
         return load_named(named, "the model")
     if missing := [name for name, value in sizes.items() if value is None]:

@@ -1,1 +1,1 @@
-"""Checks of ``layerzero doctor``: environment, packages, ranks and links. Each check maps values to findings."""
+"""Checks of ``layerzero doctor``: host, environment, packages, script, ranks and links. A check returns findings."""

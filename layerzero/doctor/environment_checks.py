@@ -18,7 +18,7 @@ _OFF = {"", "0", "n", "no", "f", "false", "off"}
 
 
 class _Rule(NamedTuple):
-    """Effect of a variable that is switched on, or that has the value `value`."""
+    """Effect of a variable that is switched on, or, if `value` is not None, that has the value `value`."""
 
     name: str
     effect: str
@@ -66,7 +66,7 @@ _OVERRIDES = {
 _OF_ONE_RANK = {
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
 }
-_LOCAL_PATHS = ("_PATH", "_FILE", "_DIR", "_DIRECTORY")  # ends of the names of variables with paths of one machine
+_LOCAL_PATHS = ("_PATH", "_FILE", "_DIR", "_DIRECTORY")  # name suffixes of variables that contain paths on one machine
 
 
 def whole_number(environment: Mapping[str, str], name: str) -> int | None:
@@ -87,10 +87,10 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: Sequence[str] = ()) -> list[Finding]:
-    """Judge the variables that are set.
+    """Return findings about the variables that are set.
 
     Args:
-        device_type: type of the accelerator, or ``"cpu"``. Variables of GPUs cause no problem without a GPU.
+        device_type: type of the accelerator, or ``"cpu"``. Except on ``"cuda"``, variables for GPUs cause only notes.
         rdma: names of the machine's InfiniBand or RoCE adapters.
     """
     unused = f"NCCL sends over IP sockets and does not use the adapters {', '.join(rdma)}"
@@ -122,7 +122,7 @@ def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: S
 
 
 def _from_warning(group: str, warning: str | None) -> list[Finding]:
-    """Return a warning of the launchers, which ends with what to set, as a finding."""
+    """Return the finding for a launcher warning, or an empty list for None. Text after ``". Set "`` becomes the fix."""
     text, _, fix = (warning or "").partition(". Set ")
     return [Finding(group, "problem", text, f"Set {fix}")] if warning else []
 
@@ -160,7 +160,10 @@ def check_interfaces(
 
 
 def _is_selected(pattern: str, interface: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME selects an interface: prefixes, ``=`` for full names, ``^`` to exclude."""
+    """Return whether `pattern`, the value of NCCL_SOCKET_IFNAME, selects an interface.
+
+    A pattern lists prefixes of names. If it starts with ``=``, it lists full names. A leading ``^`` excludes the names.
+    """
     excludes, names_text = pattern.startswith("^"), pattern.removeprefix("^")
     exact, names = names_text.startswith("="), names_text.removeprefix("=").split(",")
     return any(interface == name if exact else interface.startswith(name) for name in names) is not excludes

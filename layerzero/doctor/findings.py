@@ -20,7 +20,7 @@ class Finding:
         group: heading under which the finding is listed.
         level: ``"problem"`` if training would fail, hang or be much slower than it could be, ``"note"`` if the user
             should know about it, otherwise ``"ok"``.
-        text: description of the finding, without a final full stop.
+        text: description of the finding, without a final period.
         fix: change that solves the problem. Every problem has one.
     """
 

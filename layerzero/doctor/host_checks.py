@@ -51,7 +51,7 @@ _SMALL_SHM = 1_000_000_000  # NVIDIA's guide starts containers with --shm-size=1
 
 
 def check_host(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Run all checks of this module and those of environment variables with the values of this machine."""
+    """Run all checks of this module and of environment_checks with the values of this machine."""
     kind = default_device_type()
     names, world = device_names(kind), whole_number(environment, "WORLD_SIZE") or 1
     ranks = whole_number(environment, "LOCAL_WORLD_SIZE") or 1
@@ -99,13 +99,13 @@ def check_version(what: str, found: str, tested: tuple[tuple[int, int], tuple[in
 
 
 def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bool, cuda: str | None) -> list[Finding]:
-    """Compare the devices that torch can use with those of the machine and with the number of ranks.
+    """Compare the devices that torch can use with the devices of the machine and with the number of ranks.
 
     Args:
         kind: type of the accelerator that torch uses, or ``"cpu"``.
         names: names of the accelerators.
         ranks: number of ranks on this node.
-        has_nvidia: whether the machine has a device of NVIDIA.
+        has_nvidia: True if the machine has an NVIDIA device.
         cuda: CUDA version that torch was built with, or None.
     """
     if kind == "cpu" and has_nvidia and cuda is None:
@@ -126,7 +126,7 @@ def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bo
 
 
 def check_backends(kind: str, is_available: Callable[[str], bool]) -> list[Finding]:
-    """Check that torch has the backends of the devices. The host always needs gloo, for small messages."""
+    """Check that torch has the backends for `kind` and for the CPU. Small messages always use gloo on the CPU."""
     findings = []
     for device in dict.fromkeys((kind, "cpu")):
         backend = dist.get_default_backend_for_device(device)
@@ -192,7 +192,7 @@ def check_file_limit(limit: int, world: int, local: int) -> Finding:
 
 
 def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
-    """Check the limit on locked memory, which registration with network adapters needs.
+    """Check the limit on locked memory, which NCCL needs to register buffers with network adapters.
 
     Args:
         limit: number of bytes that this process may lock, or a negative number if there is no limit.

@@ -35,7 +35,7 @@ def first_line(error: Exception) -> str:
 
 
 class Job:
-    """Ranks of this job, which exchange texts through the rendezvous store. Requests to the store do not hang.
+    """Ranks of this job, which exchange texts through the rendezvous store. Requests to the store have a timeout.
 
     Args:
         timeout: maximum time to wait for other ranks.
@@ -97,7 +97,10 @@ class Job:
         return findings
 
     def _measure(self, per_node: int) -> tuple[ProbeResult, str]:
-        """Return the measured speeds, and the transport of weights if ranks of a node could share memory."""
+        """Return the measured speeds and the weight transport.
+
+        The transport is an empty string on accelerators and if a node has only one rank.
+        """
         kind = default_device_type()
         if kind != "cpu":
             local_rank = whole_number(os.environ, "LOCAL_RANK") or 0
@@ -115,7 +118,7 @@ class Job:
             dist.destroy_process_group()
 
     def _gather(self, name: str, text: str, ranks: Collection[int]) -> dict[int, str]:
-        """Publish the text of this rank. On the first rank, return the texts of those of `ranks` that are in time."""
+        """Publish the text of this rank. On the first rank, return the texts that `ranks` publish within a timeout."""
         self._texts.set(f"{name}/{self.rank}", text)
         if self.rank:
             return {}
@@ -130,7 +133,7 @@ class Job:
 
 
 def check_speeds(result: ProbeResult) -> list[Finding]:
-    """Return the measured speeds of links, and compare links inside a node with links between nodes."""
+    """Return findings about the measured speeds, and compare links inside a node with links between nodes."""
     findings, cluster = [], result.cluster
     if "inside" in result.measured:
         latency = seconds_text(1e-6 * cluster.inside_latency)

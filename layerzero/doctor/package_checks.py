@@ -29,7 +29,7 @@ _GROUP = "packages"
 _OURS = "torch-layerzero"
 _FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}
 _IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small packages that layerzero imports on demand
-# A package outside of the range of such an extra matters only to users of this integration.
+# Extras for integrations. An unsupported version of their packages matters only to users of the integration.
 _INTEGRATIONS = {"accelerate", "lightning", "lora", "megatron", "ray", "torchtitan", "transformers"}
 
 
@@ -53,7 +53,7 @@ def check_packages(version: str, package: Path, folder: Path, path: Sequence[str
 
 
 def installed_versions(found: Iterable[Distribution]) -> dict[str, str]:
-    """Return the versions of distributions by normalized name. The first distribution on the path counts."""
+    """Return the versions of distributions, keyed by normalized name. If a name is repeated, the first one counts."""
     versions: dict[str, str] = {}
     for distribution in found:
         versions.setdefault(_normalize_name(distribution.metadata["Name"] or ""), distribution.version)
@@ -122,7 +122,7 @@ def check_apex(path: Sequence[str]) -> list[Finding]:
 
 
 def check_extras(found: Sequence[Distribution]) -> list[Finding]:
-    """Compare the packages of each extra of torch-layerzero with the ranges in its metadata."""
+    """Compare the installed packages of each torch-layerzero extra with the version ranges in the metadata."""
     own = next(
         (distribution for distribution in found if _normalize_name(distribution.metadata["Name"] or "") == _OURS), None
     )
@@ -164,7 +164,7 @@ def check_extras(found: Sequence[Distribution]) -> list[Finding]:
 
 
 def check_imports(modules: Iterable[str]) -> list[Finding]:
-    """Import those of the modules that are installed. A package built for another Python or numpy fails here."""
+    """Import each module that is installed, to find packages that were built for another Python or numpy."""
     findings = []
     for name in modules:
         try:

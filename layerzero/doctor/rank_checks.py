@@ -1,4 +1,4 @@
-"""Compare the ranks of a job with each other, and group them by node. Nothing here communicates."""
+"""Compare the reports of a job's ranks, and group the ranks by node. This module does not communicate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layerzero.utils.machine import boot_id
 __all__ = ["RankReport", "check_nodes", "check_ranks", "merge_findings", "node_size", "rank_names"]
 
 _GROUP = "ranks"
-_SHOWN = 8  # number of nodes that a line lists
+_SHOWN = 8  # maximum number of nodes listed in one line
 # Packages whose files or messages ranks exchange.
 _PACKAGES = (
     *("numpy", "safetensors", "xxhash", "zstandard"),
@@ -40,7 +40,7 @@ class RankReport:
         host: name and boot identifier of the machine.
         local_world_size: value of LOCAL_WORLD_SIZE, or None.
         device: identifier of the accelerator of this rank, or an empty string.
-        facts: values by name that should be the same on all ranks.
+        facts: values, keyed by name, that should be the same on all ranks.
         findings: findings of this rank.
     """
 
@@ -127,7 +127,7 @@ def _group_ranks(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def node_size(reports: Mapping[int, RankReport]) -> int | None:
-    """Return the number of ranks on each node, or None if nodes differ or their ranks are not neighbors."""
+    """Return the number of ranks on each node, or None if nodes differ or their ranks are not consecutive."""
     nodes = list(_group_ranks({rank: report.host for rank, report in reports.items()}).values())
     size = len(nodes[0])
     is_regular = all(len(ranks) == size and ranks[-1] - ranks[0] == size - 1 for ranks in nodes)
@@ -164,7 +164,11 @@ def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
 
 
 def merge_findings(reports: Mapping[int, RankReport]) -> list[Finding]:
-    """Return the findings of the first rank, and notes and problems of other ranks with the names of these ranks."""
+    """Merge the findings of all ranks.
+
+    Findings of level ``"ok"`` are kept only if the first rank has them. A note or problem that some ranks do not have
+    starts with the names of the ranks that have it.
+    """
     ranks_of = defaultdict(list)
     for rank, report in sorted(reports.items()):
         for finding in report.findings:

@@ -1,10 +1,10 @@
 """Find mistakes in a training script without running it.
 
 [Note: Certain mistakes only]
-Each check reports calls that raise or hang whenever they run. Therefore only names of one block of statements are
-followed: a statement of a block runs after the statements before it. A name that is assigned again is no longer
-followed, the bodies of nested functions are not read, and programs with ``global`` or ``nonlocal`` are only checked for
-calls on one rank.
+Each check reports calls that raise or hang whenever they run. Therefore the checks follow names only within one block
+of statements, in which each statement runs after the statements before it. They stop following a name when it is
+assigned again, and they do not read the bodies of nested functions. In programs with ``global`` or ``nonlocal``, they
+only look for calls on one rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def mistakes(tree: ast.Module) -> list[Mistake]:
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of imported modules and functions by their names in the program."""
+    """Return the full names of imported modules and functions, keyed by their names in the program."""
     names: dict[str, str] = {}
     bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -88,7 +88,7 @@ def _imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def _full_name(node: ast.expr, names: dict[str, str]) -> str:
-    """Return the full name of a function, such as ``torch.save``, or an empty string."""
+    """Return the full name of a function, such as ``torch.save``, or an empty string if it is not imported."""
     if isinstance(node, ast.Attribute):
         prefix = _full_name(node.value, names)
         return prefix and f"{prefix}.{node.attr}"
@@ -104,7 +104,7 @@ def _blocks(tree: ast.Module) -> Iterator[Sequence[ast.stmt]]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and the nodes inside it, without functions and classes, which run at another time."""
+    """Yield a node and the nodes inside it, except functions and classes, whose bodies may run at another time."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
         yield node
         for child in ast.iter_child_nodes(node):
@@ -121,19 +121,19 @@ def _assigned_names(statement: ast.stmt) -> set[str]:
 
 
 def _first_argument(call: ast.Call, *keywords: str) -> str:
-    """Return the variable that is the first argument of a call, or an empty string."""
+    """Return the name of the variable that is the first argument of a call, or an empty string."""
     candidates = [*call.args[:1], *(each.value for each in call.keywords if each.arg in keywords)]
     return candidates[0].id if candidates and isinstance(candidates[0], ast.Name) else ""
 
 
 def _only_call(statement: ast.stmt) -> ast.Call | None:
-    """Return the call of a statement ``f(...)`` or ``x = f(...)``."""
+    """Return the call in a statement ``f(...)`` or ``x = f(...)``, or None for other statements."""
     value = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
     return value if isinstance(value, ast.Call) else None
 
 
 def _sharded_models(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
-    """Yield each variable that holds a sharded model, and the statements that follow while it does."""
+    """Yield each variable to which a sharded model is assigned, and the statements up to its next assignment."""
     for index, statement in enumerate(block):
         call = _only_call(statement)
         if call is not None and _full_name(call.func, names) == "layerzero.shard_model":
@@ -171,7 +171,7 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
 
 
 def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:
-    """Yield saves (if `saves` is True), copies and assigning loads of a sharded model."""
+    """Yield copies of a sharded model, loads with ``assign=True`` and, if `saves` is True, calls to ``torch.save``."""
     for call in (call for statement in following for call in _calls(statement)):
         full = _full_name(call.func, names)
         values = [
@@ -191,7 +191,7 @@ def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str
 
 
 def _literal_values(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield an expression, or the values inside a literal of a dict, list or tuple."""
+    """Yield the values inside a dict, list or tuple literal, or the expression itself if it is no such literal."""
     elements = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", None)
     if elements is None:
         yield node
@@ -214,7 +214,7 @@ def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iter
 def _unsharded_optimizers(
     name: str, following: Sequence[ast.stmt], tree: ast.Module, names: dict[str, str]
 ) -> Iterator[Mistake]:
-    """Yield optimizers that are built from a sharded model, and step, in a program without ``shard_optimizer``."""
+    """Yield optimizers that step a sharded model's parameters in a program that never calls ``shard_optimizer``."""
     for index, statement in enumerate(following):
         call = _only_call(statement)
         if call is None or not _full_name(call.func, names).startswith("torch.optim."):
@@ -249,7 +249,7 @@ def _calls_step(optimizer: str, following: Sequence[ast.stmt]) -> bool:
 
 
 def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield calls under ``if rank == 0:`` of functions that all ranks must call."""
+    """Yield calls under ``if rank == 0:`` to functions that all ranks must call."""
     variables = _rank_variables(tree, names)
     for node in ast.walk(tree):
         if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
@@ -270,7 +270,7 @@ def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mist
 
 
 def _rank_variables(tree: ast.Module, names: dict[str, str]) -> set[str]:
-    """Return the variables that hold the rank of this process wherever they are assigned."""
+    """Return the variables to which the program assigns only the rank or local rank of this process."""
     values: dict[str, list[bool]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
@@ -285,7 +285,7 @@ def _rank_variables(tree: ast.Module, names: dict[str, str]) -> set[str]:
 
 
 def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:
-    """Return whether an expression is ``torch.distributed.get_rank()`` or ``int(os.environ["RANK"])``."""
+    """Return whether an expression is ``torch.distributed.get_rank()``, or ``int()`` of RANK or LOCAL_RANK."""
     if not isinstance(node, ast.Call):
         return False
     if _full_name(node.func, names) == "torch.distributed.get_rank":
@@ -295,7 +295,7 @@ def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:
 
 
 def _method_call(call: ast.Call) -> tuple[str, str]:
-    """Return the variable and the method of a call such as ``model.state_dict()``."""
+    """Return the variable and the method of a call such as ``model.state_dict()``, or two empty strings."""
     func = call.func
     return (
         (func.value.id, func.attr) if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ("", "")

@@ -2,11 +2,11 @@
 
 [Note: No gradient through a sharded tensor]
 DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards this gradient evenly, unlike the
-rows of `p`. If a loss adds such a scalar to the model's own loss, a plain tensor, DTensors reach the model's backward.
-In both cases torch raises an error that does not name the parameter. Therefore results that are computed from a
-parameter under autograd are :class:`Derived`. A derived tensor raises an error if it is combined with a plain tensor
-that requires a gradient, or if a gradient reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient
-has the shape of the local rows. If one rank has all rows of `p`, a gradient may reach a reduction.
+rows of `p`. If such a scalar is added to the model's own loss, which is a plain tensor, DTensors reach the model's
+backward. In both cases torch raises an error that does not name the parameter. Therefore tensors that autograd derives
+from a parameter have the class :class:`Derived`. A derived tensor raises an error if it is combined with a plain tensor
+that requires a gradient, or if a gradient flows back through a reduction of it. The second check is skipped if one rank
+has all rows of `p`. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Derived(DTensor):
 
 
 def with_origin(made: Any, origin: RowShardSpec) -> Any:
-    """Change the class of each DTensor in `made` that has a ``grad_fn`` to :class:`Derived`, and return `made`."""
+    """Convert each DTensor in `made` that has a ``grad_fn`` to :class:`Derived` in place, and return `made`."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)

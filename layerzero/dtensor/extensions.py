@@ -1,8 +1,8 @@
 """Support parameters whose tensor subclass has an all-gather extension, as defined by FSDP2.
 
 [Note: All-gather extensions]
-A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends instead of this rank's rows,
-and ``fsdp_post_all_gather``, which builds the gathered parameter from the received tensors. torchao's float8 training
+A class may define two methods. ``fsdp_pre_all_gather`` returns the tensors that a gather sends instead of this rank's
+rows. ``fsdp_post_all_gather`` builds the gathered parameter from the received tensors. torchao's float8 training
 weights have such a class: rows stay sharded in fp32, gathers send float8, and modules compute with a float8 tensor.
 
 The class must store its values in one plain inner tensor with the shape and dtype of the parameter. The rows of the
@@ -99,13 +99,13 @@ def _inner_names(tensor: Any) -> list[str]:
 
 
 def _num_arguments(tensor: Any) -> int:
-    """Return how many arguments ``fsdp_pre_all_gather`` accepts: 1 (the mesh) or 5 if the class is supported."""
+    """Return the number of arguments of ``fsdp_pre_all_gather``. Supported classes accept 1 (the mesh) or 5."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """Class of one parameter, and the arguments for the class's all-gather extension.
+    """Tensor subclass of one parameter, and the arguments for its all-gather extension.
 
     Example::
 
@@ -123,7 +123,7 @@ class Extension:
     def split_parameter(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into its extension and a plain parameter that uses the same memory."""
+        """Return a plain parameter that uses the memory of `parameter`, and the extension of the parameter's class."""
         subclass: Any = parameter
         (inner,), context = subclass.__tensor_flatten__()
         values = inner_tensor(parameter)

@@ -1,8 +1,8 @@
 """Copy rows between sharded and full tensors, and define placements that describe uneven sharding.
 
 [Note: Copies from full tensors]
-``p.copy_(full)``, and therefore ``load_state_dict`` with plain tensors, copies this rank's rows of the tensor passed to
-it, without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all replicas.
+``p.copy_(full)``, and therefore ``load_state_dict`` with plain tensors, copies this rank's rows of the full tensor
+without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all replicas.
 Therefore the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture of these
 values. To detect this error, each rank stores a digest of the full tensor, and the ranks compare their digests before
 the refresh.
@@ -78,7 +78,7 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
 
 
 def _is_foreign_row_sharding(value: DTensor, spec: RowShardSpec) -> bool:
-    """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
+    """Return whether `value` is sharded by rows on the mesh of `spec` but was not created by layerzero."""
     is_row_sharded = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
     )
@@ -91,8 +91,8 @@ def _rows_of_foreign(value: DTensor, spec: RowShardSpec) -> Tensor:
     See [Note: Row bounds of other libraries]. Every data-parallel rank must call this function.
 
     Raises:
-        ValueError: the row counts match neither layerzero's bounds nor those of `torch.chunk`. All ranks raise the
-            error.
+        ValueError: the row counts match neither layerzero's row bounds nor the row bounds of `torch.chunk`. All ranks
+            raise the error.
     """
     local, mesh_info = value.to_local().detach(), spec.mesh_info
     counts = torch.tensor([local.shape[0]])

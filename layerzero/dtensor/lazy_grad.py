@@ -1,10 +1,10 @@
 """Control access to attributes of sharded parameters, and make ``.grad`` wait for other ranks.
 
 [Note: Lazy .grad]
-A parameter that this rank has not used has a ``.grad`` if another rank has used the parameter. A backward pass queries
-the other ranks but does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
-model waits for the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward
-pass.
+If any rank has used a parameter, the parameter has a ``.grad`` on all ranks. During a backward pass, each rank asks the
+other ranks which parameters they have used, but does not wait for the answers. Code that reads, sets or deletes the
+``.grad`` of any parameter of the model waits for the answers. Until then, the ``.grad`` that torch stores is either
+None or has the values from before the backward pass.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LazyGrad:
 
 
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an accessor in OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
+    """Wrap `access`, one of OF_GRADIENTS, so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
     def resolve_and_access(parameter: Any, *value: Tensor | None) -> Any:
         tracker = parameter._local_tensor.tracker

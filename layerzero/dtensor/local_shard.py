@@ -1,4 +1,4 @@
-"""Define the local tensor of a sharded parameter, which has this rank's rows.
+"""Define :class:`LocalShard`, the local tensor of a sharded parameter. It contains this rank's rows.
 
 See [Note: Uneven rows in a DTensor] in `layerzero.dtensor.sharded_tensor`.
 """
@@ -67,7 +67,7 @@ class LocalShard(torch.Tensor):
         )
 
     def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None) -> Tensor:
-        """Wrap a result that `func` has computed from these rows; see [Note: Partial scalars]."""
+        """Wrap a result of `func`, which was called with these rows; see [Note: Partial scalars]."""
         if result.ndim:
             return LocalShard(result, self.spec, tracker)
         if self.spec.is_fully_local:

@@ -2,10 +2,10 @@
 
 [Note: Model-parallel specs]
 ``parallelize_module`` makes parameters DTensors on a model-parallel axis. Each rank on that axis has a part or a copy
-of the parameter. The ranks with the same part are data-parallel, and they shard the part by rows like any other
-parameter. The engine uses only these parts. The model-parallel spec of a parameter describes everything else:
+of the parameter. The ranks that have the same part form a data-parallel group and shard the part by rows, like any
+other parameter. The engine uses only these parts. The model-parallel spec of a parameter describes everything else:
 
-- The module computes with a DTensor on the model-parallel axis, whose memory is the full buffer.
+- The module computes with a DTensor on the model-parallel axis. The DTensor's local tensor is in the full buffer.
 - The gradient from autograd may have other placements, such as Partial.
 - Users see one DTensor of the global shape on all axes: the model-parallel axes, then (zero3, replica). In this order,
   each axis splits the part that the previous axis has produced. The order of the ranks in the mesh is therefore the
@@ -46,7 +46,7 @@ def reason_not_shardable(placements: Sequence[Placement], ndim: int) -> str | No
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a DTensor, without a copy."""
+    """Return this rank's part of a DTensor without a copy. Return a plain tensor unchanged."""
     return _wait_if_async(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -150,8 +150,8 @@ class ModelParallelSpec:
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
         """Return the spec of a tensor in the optimizer state of an owned parameter.
 
-        Along `axis`, the rank at coordinate `place` has all elements. Other axes that shard the parameter split it into
-        the matrices of a stack, and they split the state tensor in the same way.
+        Along `axis`, if it is not None, only the rank at coordinate `place` has elements. Other axes that shard the
+        parameter split a stack of matrices along dim 0, and they split the state tensor in the same way.
         """
         cut = [axis == mesh_axis or self.sharded_dim(mesh_axis) is not None for mesh_axis in range(self.mesh.ndim)]
         return replace(

@@ -34,13 +34,13 @@ class MutationTracker:
     def __init__(self) -> None:
         self.dirty = False
         self.uninitialized = False  # True if empty_like has created the tensor and nothing has been written to it
-        self.write_count = 0  # number of writes, for checks of whether values have changed between two points in time
+        self.write_count = 0  # number of writes; compare two counts to detect a write between them
         self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
         self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
         self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
         self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
-        self.was_zeroed = False  # True if zero_() was called since the owner of the storage has last looked
+        self.was_zeroed = False  # True after zero_(), until the owner of the storage resets it
 
     def replace_for_new_storage(self, reason: str) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any use of the old storage raises RuntimeError with `reason`."""

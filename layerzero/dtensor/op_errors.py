@@ -29,7 +29,7 @@ def row_move_message(what: str, spec: RowShardSpec) -> str:
 
 
 def penalty_message(spec: RowShardSpec) -> str:
-    """Return the error message for a gradient through a result that was computed from a sharded parameter."""
+    """Return the error message for a loss with a term that is computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {spec.name!r}, such as a penalty on it. No gradient "
         "flows back through this DTensor, because layerzero shards rows unevenly and the model's own loss is a plain "
@@ -51,7 +51,7 @@ def _not_gathered_message(func: Any, spec: RowShardSpec) -> str:
 
 
 def row_cut_error(func: Any, spec: RowShardSpec) -> str:
-    """Return the error message for an operation that expects the row bounds of torch."""
+    """Return the error message for an operation that assumes torch's even row bounds."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {spec.name!r} as if torch had sharded it evenly, but "
         f"this rank has {len(spec.rows)} of {spec.num_rows} rows. Apply weight_norm, spectral_norm, parametrizations "
@@ -68,9 +68,9 @@ _EXPLAINED = {  # keyed by a substring of torch's error message
 
 
 def named_error(error: RuntimeError, func: Any, spec: RowShardSpec) -> RuntimeError:
-    """Return an error that names the parameter, to be raised instead of torch's `error`.
+    """Return an error that names the parameter. Raise it instead of torch's `error`.
 
-    If the message of `error` is not known, return `error` itself.
+    If there is no explanation for the message of `error`, return `error` itself.
     """
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
     return error if explain is None else RuntimeError(explain(func, spec))

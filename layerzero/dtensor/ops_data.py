@@ -4,11 +4,11 @@
 ``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. This method applies a function to each parameter, calls
 ``torch._has_compatible_shallow_copy_type`` to test whether the result can become the parameter's ``data``, and assigns
 the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
-parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move without effect then
-assigns a parameter to itself. Any other move raises an error in the test, before torch changes a parameter.
+parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move that changes nothing
+then assigns a parameter to itself. Any other move raises an error in the test, before torch changes a parameter.
 
-``to_empty()`` on the parameter's device, as after ``fully_shard`` on meta, needs only memory, which is already
-allocated. Therefore a tensor is not copied if ``empty_like`` has created it and nothing has been written to it.
+``to_empty()`` on the parameter's device, as after ``fully_shard`` on meta, only has to provide memory, and the memory
+is already allocated. Therefore a tensor is not copied if ``empty_like`` created it and nothing has been written to it.
 Uninitialized parameters stay uninitialized, and the first forward reports them. torch replaces buffers with new, empty
 buffers.
 """
@@ -85,7 +85,9 @@ def assign_data(target: DTensor, value: Tensor) -> None:
 
 
 def is_noop_move(target: DTensor, moved: Tensor) -> bool:
-    """Return True if moving a module does not change `target`; see [Note: Module moves and conversions].
+    """Return True if `moved`, the result of a module move, leaves `target` unchanged.
+
+    See [Note: Module moves and conversions].
 
     Raises:
         TypeError: the move would change or replace the parameter.

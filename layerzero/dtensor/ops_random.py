@@ -86,7 +86,9 @@ def is_drawing_operator(func: Any, spec: RowShardSpec) -> bool:
 
 
 def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run :func:`draw_full` from a ``__torch_function__``, whose caller has called `func`.
+    """Run :func:`draw_full`, with special handling of calls to `func` from ``nn.init.trunc_normal_``.
+
+    Call this function directly from ``__torch_function__``, because it inspects the frame that has called `func`.
 
     Raises:
         NotImplementedError: the bounds passed to ``nn.init.trunc_normal_`` make it use another sampling method.
@@ -110,7 +112,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def is_truncating(caller: FrameType) -> bool:
     """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
 
-    For sharded tensors, the bounds check inside ``nn.init.trunc_normal_`` always succeeds.
+    Code in this frame may read partial values. It reads them only to check bounds, and all rows are within the bounds.
     """
     return caller.f_code is _TRUNC_NORMAL.__code__
 

@@ -6,8 +6,9 @@ calls ``full_tensor()``, torch all-reduces the partial values. Every rank must t
 ``float()`` and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value
 without an error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises an error when
 torch reads its value. The result of ``p.to_local().sum()`` is also a partial scalar. In this case the user has
-requested this rank's value and can read it. torch's mean of means is correct only if all ranks have the same number of
-rows, so it raises an error. ``p.mean()`` instead divides a sum by the number of elements.
+requested this rank's value and can read it. torch averages the means of the ranks, which is correct only if all ranks
+have the same number of rows. Therefore such an average raises an error, and ``p.mean()`` divides a sum by the number of
+elements.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 def neutral_result(func: Any, args: Sequence[Any]) -> Any:
     """Return the neutral element of a norm, minimum or maximum on a rank without rows.
 
-    torch raises an error for the infinity norm and for the extremes of an empty tensor. For all other calls, which
-    torch can compute, return None.
+    torch raises an error for the infinity norm, minimum and maximum of an empty tensor. Return None for all other
+    calls, which torch can compute.
     """
     name = func._schema.name
     if name == "aten::_foreach_norm":

@@ -101,7 +101,7 @@ class RowShardSpec:
         return is_equal and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """Return this rank's model-parallel part of a gradient, which is reduced over the data-parallel ranks."""
+        """Return this rank's model-parallel part of a gradient, before the reduction over data-parallel ranks."""
         return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
 
     def gather_full(self, local: Tensor) -> Tensor:
@@ -110,7 +110,10 @@ class RowShardSpec:
         return part if self.model_parallel is None else self.model_parallel.gather_global(part)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
+        """Gather the rows of all data-parallel ranks into one tensor of shape `shape` on the device.
+
+        `local` contains this rank's rows. Every data-parallel rank must call this method.
+        """
         local = local.to(self.mesh_info.device)  # with offload_optimizer, the rows are in host memory
         max_rows = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.mesh_info.data_parallel * max_rows <= 2 * self.num_rows

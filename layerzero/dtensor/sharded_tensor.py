@@ -1,4 +1,4 @@
-"""Define sharded parameters, which are DTensors whose local tensor has full rows of the parameter.
+"""Define sharded parameters, which are DTensors whose local tensor contains complete rows of the parameter.
 
 [Note: Uneven rows in a DTensor]
 DTensor's ``Shard(0)`` implies the row bounds of `torch.chunk`. layerzero splits a flat order into shards, so ranks have
@@ -44,10 +44,7 @@ def _creation_method(name: str) -> Callable[..., Tensor]:
     method = getattr(Tensor, name)
 
     def create_like(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
-        """Create a tensor as torch does.
-
-        If the new tensor has the shape of this tensor, it is sharded like this tensor. Otherwise it is plain and full.
-        """
+        """Create a tensor that is sharded like `self` if it has the same shape, and a plain, full tensor otherwise."""
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
         template = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
@@ -57,7 +54,7 @@ def _creation_method(name: str) -> Callable[..., Tensor]:
 
 
 class RowShardedTensor(DTensor):
-    """DTensor with uneven rows. Created by :func:`sharded`."""
+    """DTensor with unequal numbers of rows on the ranks. Create it with :func:`sharded`."""
 
     _local_tensor: LocalShard
     gathered: Tensor | None = None  # gathered parameter, if this tensor is a sharded parameter
@@ -102,7 +99,7 @@ class RowShardedTensor(DTensor):
             raise explained from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError, because a sharded parameter cannot be replaced, as by ``torch.nn.utils.parametrize``."""
+        """Raise RuntimeError. Callers such as ``torch.nn.utils.parametrize`` cannot replace a sharded parameter."""
         raise RuntimeError(row_cut_error(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:

@@ -47,8 +47,8 @@ class LayerZeroPlugin:
             any.
         mp_policy: mixed-precision policy. The default is to compute in Accelerate's `mixed_precision` dtype and reduce
             gradients in fp32.
-        config_file: YAML file with these or other settings; see :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the
-            file that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if it is set.
+        config_file: YAML file with these or other settings; see :meth:`layerzero.LayerZeroConfig.from_yaml`. The
+            default is the path in the environment variable ``ACCELERATE_LAYERZERO_CONFIG``, if the variable is set.
         settings: other arguments of :func:`layerzero.shard_model`, with the names and values used in a settings file.
 
     Example::
@@ -135,15 +135,18 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> AcceleratedOptimizer:
         """Wrap the optimizer.
 
-        Shard it at once if its model is already prepared, otherwise when its model is prepared.
+        The optimizer is sharded immediately if its model is already prepared. Otherwise, it is sharded when its model
+        is prepared.
         """
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._shard_optimizers()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap the scheduler. If this accelerator prepared the scheduler's optimizer, only that optimizer determines
-        when the scheduler steps."""
+        """Wrap the scheduler.
+
+        If this accelerator prepared the scheduler's optimizer, only that optimizer determines when the scheduler steps.
+        """
         prepared = super().prepare_scheduler(scheduler)
         stepped = getattr(scheduler, "optimizer", None)
         stepped_optimizers = [

@@ -24,7 +24,7 @@ from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["FabricStrategy"]
 
-FILE = "fabric.ckpt"  # file in the checkpoint folder, as Fabric writes it, without states of sharded optimizers
+FILE = "fabric.ckpt"  # Fabric's own file in the checkpoint folder; it contains no state of sharded optimizers
 
 
 class FabricStrategy(DDPStrategy):  # type: ignore[misc]
@@ -80,7 +80,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of the full module to `max_norm` and return their norm before clipping over all ranks."""
+        """Clip the gradients of the full module to `max_norm` and return their norm over all ranks before clipping."""
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -150,8 +150,7 @@ class _NoSync:
 
 
 def _checkpoints_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-    """Return (name, module, optimizer or None) for each layerzero checkpoint that a save or load of `state`
-    involves."""
+    """Return ``(name, module, optimizer or None)`` for each layerzero checkpoint in a save or load of `state`."""
     checkpoints: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):

@@ -25,7 +25,7 @@ from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["LayerZeroStrategy"]
 
-FILE = "lightning.ckpt"  # file in the checkpoint folder, as Lightning writes it, without states of optimizers
+FILE = "lightning.ckpt"  # Lightning's own file in the checkpoint folder; it contains no state of optimizers
 
 
 class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
@@ -93,7 +93,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Shard the optimizers of ``configure_optimizers``. Schedulers keep the original optimizers."""
+        """Shard the optimizers that ``configure_optimizers`` returned. Schedulers still refer to the originals."""
         super().setup_optimizers(trainer)
         self.optimizers = [shard_optimizer(optimizer, self._module) for optimizer in self.optimizers]
 
@@ -105,7 +105,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
-    # Steps are run by the module's forward, whose hooks gather parameters
+    # The module's forward runs the steps, and its hooks gather the parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` like the DDP strategy."""

@@ -1,4 +1,4 @@
-"""Transformers: loading of pretrained models that are sharded before their weights are read."""
+"""Transformers: a ``from_pretrained`` that shards the model before it reads the weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
         if module._non_persistent_buffers_set:  # the files do not have these buffers
             model._init_weights(module)
 
-    defaults = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}  # all read the same files
+    # All ranks read the same files, so they need no broadcast.
+    defaults = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}
     shard_model(model, **defaults | settings, param_init_fn=init_missing_buffers)
     checkpoint.load_safetensors(folder, model, rename=_rename_function(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():

@@ -292,7 +292,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 def _create_owned_state(optimizer: ShardedOptimizer) -> None:
     """Call torchtitan's ``init_optim_state`` if no rank has state.
 
-    That function does nothing if ``optimizer.state`` is true, and the state of a sharded optimizer is always true.
+    That function does nothing if ``optimizer.state`` is truthy, and the state of a sharded optimizer always is.
     """
     if not optimizer.state_dict_by_name()["state"]:
         groups, step, zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad

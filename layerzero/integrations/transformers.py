@@ -1,8 +1,8 @@
 """Transformers: a ``Trainer`` for sharded models, and a mixin for subclasses of ``Trainer``, such as TRL's trainers.
 
 ``Trainer`` has no hook for the class of its accelerator. :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
-therefore replaces the accelerator with a LayerZeroAccelerator with the same arguments. Other methods are overridden.
-No class is patched.
+therefore replaces the accelerator with a LayerZeroAccelerator that has the same arguments. The mixin overrides other
+methods and patches no class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerzero.integrations.pretrained import from_pretrained
 
 __all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer", "from_pretrained"]
 
-FOLDER = "layerzero"  # next to model.safetensors; replaces optimizer.pt
+FOLDER = "layerzero"  # layerzero checkpoint next to model.safetensors; it replaces optimizer.pt
 
 
 @dataclass
@@ -84,7 +84,7 @@ class LayerZeroMixin:
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the trainer's accelerator, then replace it with a LayerZeroAccelerator with the same arguments."""
+        """Create the trainer's accelerator, then replace it with a LayerZeroAccelerator that has the same arguments."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = LayerZeroAccelerator(layerzero_plugin=self._plugin, **self._accelerator_args)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -93,7 +93,7 @@ class LayerZeroMixin:
         """Do nothing, because the full model may not fit on the device, and sharding moves the shards there."""
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the trainer's prediction step, with ``synced_gpus`` if the step generates.
+        """Run the trainer's prediction step, with ``synced_gpus`` if the step generates tokens.
 
         All ranks must take part in the gathers for each generated token, so every rank continues until the last rank
         has finished.
@@ -102,7 +102,7 @@ class LayerZeroMixin:
             kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {}), **kwargs}
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
-    # Saving and loading; the trainer calls these on all ranks
+    # Saving and loading; the trainer calls these methods on all ranks
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_sharded(self.model):
@@ -130,7 +130,7 @@ class LayerZeroMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
-        """Load masters, optimizer and scheduler from a layerzero checkpoint; load other checkpoints as usual."""
+        """Load masters, optimizer and scheduler from a layerzero checkpoint. ``Trainer`` loads other checkpoints."""
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
             return
@@ -163,10 +163,7 @@ def _plugin(
 
 
 def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """Return the names of the entries of `state` that PEFT saves for each adapter.
-
-    Each adapter's value is ``{PEFT's name: name in state}``.
-    """
+    """Return which entries of `state` PEFT saves for each adapter, as ``{adapter: {PEFT's name: name in state}}``."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
 
     name_of = {id(value): name for name, value in state.items()}

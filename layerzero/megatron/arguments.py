@@ -37,7 +37,7 @@ class ParsedArguments(NamedTuple):
     """layerzero settings parsed from a command line.
 
     Attributes:
-        wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
+        wrap: keyword arguments for :func:`layerzero.megatron.wrap`.
         units: names of modules or classes that are units in addition to the default units.
         ema_decay: decay of the exponential moving average (EMA) of the weights. If None, no average is computed.
     """

@@ -31,8 +31,7 @@ class ShardedChunk(nn.Module):
         module: Megatron's model.
         config: TransformerConfig of the model.
         groups: process groups of this rank.
-        own_gradients: record of which of this rank's gradients were NaN or infinite. If None, gradients are not
-            checked.
+        own_gradients: record of this rank's NaN and infinite gradients. If None, gradients are not checked.
     """
 
     def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
@@ -56,7 +55,7 @@ class ShardedChunk(nn.Module):
 
     # Gradients
 
-    no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; backward passes inside only accumulate
+    no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; inside, gradients only accumulate
 
     def start_grad_sync(self, *unused: object) -> None:
         """Reduce gradients that were accumulated inside :meth:`no_sync`.
@@ -150,8 +149,8 @@ class ShardedChunk(nn.Module):
     ) -> dict[str, Any]:
         """Return this rank's rows of each parameter, in compute dtype, for ``megatron.core.dist_checkpointing``.
 
-        The rows are copies. The format is Megatron's own. Therefore Megatron and layerzero can load each other's
-        checkpoints in any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
+        The rows are copies. The format is Megatron's own. Therefore Megatron can load a checkpoint of layerzero in any
+        parallel layout, and vice versa. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
 
         Raises:
             NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.

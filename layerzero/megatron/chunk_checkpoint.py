@@ -1,9 +1,9 @@
-"""Save and load all pipeline stages and tensor-parallel ranks. The folder contains one checkpoint per model chunk.
+"""Save and load a model with tensor and pipeline parallelism as one folder, which has a part for each model chunk.
 
 [Note: Publication of a Megatron checkpoint]
-The parts of all chunks are written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file
-that contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same
-on all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
+All parts are first written to one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
+contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
+all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
 ``checkpoint/atomic_files.py``.
 """
 

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)
 
 
 def expert_names_of(chunk: ShardedChunk) -> RankLocalNames:
-    """Return the checkpoint names of a chunk's experts that differ between data-parallel ranks.
+    """Return the checkpoint names of a chunk's rank-local experts, which differ between data-parallel ranks.
 
     Each name contains the index that the expert has within its layer in the full model. Therefore a checkpoint can be
     loaded with a different number of expert-parallel ranks.
@@ -71,7 +71,7 @@ def expert_names_of(chunk: ShardedChunk) -> RankLocalNames:
 
 
 def _expert_indices(chunk: ShardedChunk) -> dict[str, range]:
-    """Return the indices of this rank's experts in each layer, by the name prefix of the layer's experts.
+    """Return the indices of this rank's experts in each layer, keyed by the name prefix of the layer's experts.
 
     The prefixes do not contain the names of wrappers.
     """

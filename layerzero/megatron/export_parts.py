@@ -1,4 +1,4 @@
-"""Export a checkpoint that :func:`layerzero.megatron.save` wrote to one file, in a single process without Megatron."""
+"""Export a checkpoint of :func:`layerzero.megatron.save` to one file, in a single process without Megatron."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class _FullTensor:
     Attributes:
         shape: shape of the full tensor.
         dtype: dtype of the full tensor.
-        pieces: by offset of a piece in the full tensor, ``(stored, first, stop)``. The piece consists of the rows
-            `first` to `stop` (exclusive) of the stored tensor.
+        pieces: ``(stored, first, stop)`` of each piece, keyed by the piece's offset in the full tensor. The piece
+            consists of the rows `first` to `stop` (exclusive) of the stored tensor.
     """
 
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def export_parts(
         out: path of the file to write.
         dtype: dtype to which floating-point tensors are cast. If None, the stored dtypes are kept. Trained parameters
             are stored in fp32.
-        averages: if True, write the moving averages (EMA) instead of the weights that have a moving average.
+        averages: if True, write the moving average (EMA) of each weight that has one, instead of the weight.
 
     Raises:
         FileExistsError: `out` already exists.

@@ -43,8 +43,8 @@ class FinalizeGradients:
             model: chunks of this rank.
             num_tokens: number of tokens on this rank. Gradients are divided by the total over data-parallel ranks. If
                 None, gradients are not divided.
-            pg_collection: unused. The process groups are those that were passed to :func:`wrap`.
-            force_all_reduce: whether to set ``main_grad`` to the full gradients. Megatron's loop then saves them.
+            pg_collection: unused. The process groups of the chunks are used instead.
+            force_all_reduce: if True, set ``main_grad`` to the full gradients, which Megatron's loop then saves.
         """
         for chunk in model:
             chunk.finish_grad_sync()

@@ -30,10 +30,9 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
         apart: checkpoint names of rank-local experts.
 
     Returns:
-        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, as plain data. Except
-        for rank-local experts, the data is the same on all data-parallel ranks. Rows ``first:stop`` of the parameter
-        start at ``offset`` in the full tensor. If the modules do not provide the positions, the result is
-        ``{"because": reason}``.
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``. Rows ``first:stop`` of
+        the parameter start at ``offset`` in the full tensor. Except for rank-local experts, the result is the same on
+        all data-parallel ranks. If the modules do not provide the positions, the result is ``{"because": reason}``.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict, which returns the positions"}

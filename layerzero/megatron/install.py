@@ -42,9 +42,9 @@ def install() -> None:
 
     Call this function in the pretraining script, before ``pretrain``.
 
-    ``megatron.training`` is supported in the versions of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises an
-    error on all ranks before it builds the model.
+    The Megatron-LM versions core_v0.16.1 and core_v0.19.0 are supported; see [Note: Replaced names of Megatron-LM]. A
+    second call has no effect. If a flag is unsupported, ``pretrain`` raises an error on all ranks before it builds the
+    model.
 
     Raises:
         ImportError: ``megatron.training`` cannot be imported. The megatron-core 0.16 package does not contain this

@@ -362,13 +362,13 @@ class ShardedMegatronOptimizer:
     ) -> dict[str, Any]:
         """Return this rank's rows of optimizer state and masters, for ``megatron.core.dist_checkpointing``.
 
-        The format is the same as that of Megatron's own optimizers, including the distributed optimizer. Megatron and
-        layerzero can load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must
-        call this method.
+        Megatron's own optimizers, including the distributed optimizer, use the same format. Megatron can load a
+        checkpoint of layerzero in any tensor, pipeline and data-parallel layout, and vice versa. All ranks must call
+        this method.
 
         Args:
             model_sharded_state_dict: unused. Megatron passes the sharded state dict of the chunks.
-            is_loading: whether to allocate separate memory for a load, so that the optimizer does not change before
+            is_loading: if True, allocate separate memory for the load, so that the optimizer does not change before
                 :meth:`load_state_dict`. With Adam, this memory takes 12 N/D bytes for N parameters on D ranks.
             metadata: Megatron's metadata. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
 

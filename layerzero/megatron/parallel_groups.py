@@ -106,9 +106,9 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
 
 def raise_on_all_ranks(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Raise an error on all ranks of all copies of the model if any rank passes a failure.
+    """Raise an error on every rank if `failure` is not None on any rank.
 
-    All ranks must call this function.
+    All ranks of all copies of the model must call this function.
 
     Args:
         what: name of the operation in the error message.
@@ -128,9 +128,9 @@ def raise_on_all_ranks(what: str, groups: ProcessGroups, failure: Exception | No
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
-    """Return the object `fact` of each rank of all copies of the model, ordered by rank.
+    """Gather the object `fact` from every rank, and return the objects ordered by global rank.
 
-    All ranks must call this function.
+    All ranks of all copies of the model must call this function.
     """
     gathered: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks

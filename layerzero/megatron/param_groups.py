@@ -61,8 +61,8 @@ def param_groups(
 def _standard_overrides(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
     """Return the settings that override Megatron's defaults for a parameter.
 
-    Biases and 1-D parameters have no weight decay. The embedding and the output layer may have a separate learning
-    rate.
+    If `no_decay` is None, biases and 1-D parameters have no weight decay. The embedding and the output layer may have
+    a separate learning rate.
     """
     settings: dict[str, Any] = {}
     if no_decay is not None:

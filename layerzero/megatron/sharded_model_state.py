@@ -6,7 +6,7 @@ parameters into several pieces. During the call, each parameter is replaced by a
 This tensor is expanded from one column to save memory. The returned pieces therefore contain the numbers of their rows,
 and each rank selects its own rows.
 
-Keys, shapes and nesting are the same as Megatron's. Therefore Megatron and layerzero can load each other's checkpoints.
+Megatron uses the same keys, shapes and nesting. Therefore Megatron can load checkpoints of layerzero, and vice versa.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GlobalParam:
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
-        """Return the sharded state dict entry for this rank's rows of the parameter, or of state of its shape.
+        """Return the sharded state dict entry for `rows`: this rank's rows of the parameter or of its optimizer state.
 
         A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
         piece, a non-strict load replaces the entry with NOT_FOUND.
@@ -90,7 +90,7 @@ def global_params(
     """Return a module's sharded state dict in which each sharded parameter is a :class:`GlobalParam`.
 
     Args:
-        of_all_ranks: whether to describe all rows of the parameters, not only this rank's rows.
+        of_all_ranks: if True, describe all rows of the parameters. Otherwise, describe only this rank's rows.
 
     Returns:
         The state dict, and the GlobalParams in it by parameter name.
@@ -170,7 +170,7 @@ def _replace_by_row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[in
 
 
 def _own_part(piece: ShardedTensor, spec: RowShardSpec, required_rows: range) -> tuple[range, ShardedTensor] | None:
-    """Return the overlap of a piece with the `required_rows` rows of a parameter.
+    """Return the overlap of a piece with the rows `required_rows` of a parameter.
 
     Returns:
         The rows of the overlap, counted from the first required row, and a ShardedTensor without data that gives their

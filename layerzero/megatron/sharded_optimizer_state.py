@@ -1,11 +1,12 @@
 """Create and load the sharded state dict of an optimizer, in the formats of Megatron's own optimizers.
 
 [Note: Formats of the optimizer state]
-- Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
-- Weights in 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, with the masters under
+- If all weights are in fp32: ``{"state", "param_groups"}``. The weights are the masters.
+- If some weights have 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, with the masters under
   ``fp32_param``.
-- ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: the same as the second format, but with all
-  masters under ``param``.
+- If ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: like the second format, but with all masters
+  under ``param``.
+
 With expert parallelism, Megatron chains two optimizers, and the second optimizer updates the experts. The state dict is
 then ``{0: ..., 1: ...}``, and each value has one of these formats.
 

@@ -1,4 +1,4 @@
-"""Compute the norm of the masters and the equality of replicas in the full model, for Megatron's training loop."""
+"""Compute the norm of all masters, and compare the weights of replicas, for Megatron's training loop."""
 
 from __future__ import annotations
 

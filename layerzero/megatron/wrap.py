@@ -62,12 +62,13 @@ def wrap(
             size of layers that are not units. Modules that have only expert-parallel parameters are always units.
         mp_policy: mixed-precision policy. If None, the model computes in the 16-bit dtype of `config`, and gradients
             are reduced in fp32. If `config` has no 16-bit dtype, the dtype of the parameters is used.
-        accumulation: as in :func:`layerzero.shard_model`. `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: if True, the gradients of all stages after the first are reduced at the same time, in the
-            pipeline bubble, instead of in the last backward pass of each stage.
-        align_param_refresh: if True and the schedule is interleaved, the refresh of every chunk except the first is
-            launched when the schedule reaches the chunk, on all stages at the same time. Otherwise, the optimizer's
-            step launches the refresh.
+        accumulation: as in :func:`layerzero.shard_model`. `config.gradient_accumulation_fusion` needs ``"full"``, or
+            ``"sharded"`` with a ZeRO-3 size of 1.
+        align_grad_reduce: if True, all stages after the first reduce their gradients at the same time, in the pipeline
+            bubble. Otherwise, each stage reduces its gradients in its last backward pass.
+        align_param_refresh: if True and the schedule is interleaved, the schedule launches the refresh of every chunk
+            except the first when it reaches the chunk, on all stages at the same time. Otherwise, the optimizer's step
+            launches the refresh.
         check_for_nan_in_grad: if True, all ranks raise an error before a step if a gradient is NaN or infinite. The
             error names the rank and the parameter. If the loss scale is dynamic, such a step is skipped instead. This
             argument corresponds to Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
@@ -75,7 +76,7 @@ def wrap(
             `replica_reduce_dtype`, ...
 
     Returns:
-        The sharded chunks, to be passed to the schedule and to :class:`ShardedMegatronOptimizer`.
+        The sharded chunks. Pass them to the schedule and to :class:`ShardedMegatronOptimizer`.
 
     Raises:
         ValueError: the model or its config uses an unsupported feature. The message names the feature and a remedy.

@@ -110,7 +110,7 @@ class Cluster:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, with the assumed value of `between` if it is None.
 
-        The key ``between_assumed`` tells whether the value is assumed.
+        The value of ``between_assumed`` is True if `between` is None.
         """
         return asdict(self) | {"between": self.node_link, "between_assumed": self.between is None}
 

@@ -19,9 +19,9 @@ class ComputeCost:
     Attributes:
         tokens: number of tokens in a micro-batch, over all sequences.
         sequence: number of tokens in one sequence.
-        recompute: whether blocks save only their inputs and repeat their forward pass in the backward pass.
-        forward: by unit, FLOPs per token in the unit's forward pass.
-        again: by unit, FLOPs per token in the forward pass of the unit's blocks. `recompute` repeats this pass.
+        recompute: True if blocks save only their inputs and repeat their forward pass in the backward pass.
+        forward: FLOPs per token in the forward pass of each unit.
+        again: FLOPs per token in the forward pass of each unit's blocks, which `recompute` repeats.
         activation_bytes: size of the activations of a micro-batch in bytes, or 0 if unknown.
     """
 
@@ -46,7 +46,7 @@ class ComputeCost:
         """Compute the cost of a transformer from its shape.
 
         The cost of a block is added to the block's unit. The cost of the head is added to the unit that
-        contains the head.
+        contains the head. `element` is the size of an activation element, in bytes.
         """
         block_flops = sizes.block_flops(sequence)
         recomputed = {

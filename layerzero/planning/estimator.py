@@ -52,7 +52,7 @@ _CODING = {
     ("int8_blocks", "cpu"): (0.48e9, 1.02e9),
     ("int4_blocks", "cpu"): (0.24e9, 0.64e9),
 }
-# The same for refreshes, which only CPUs encode. For "lossless", with zstd.
+# Rates for refreshes, which are encoded only on CPUs. The rates of "lossless" were measured with zstd.
 _REFRESH_CODING = {"int4_difference": (0.14e9, 0.39e9), "lossless": (0.2e9, 0.25e9)}
 _LOSSLESS_BITS = 4.5  # per weight; measured in the middle of a training (docs/slow-links.md, "Lossless refresh")
 _STEPS = 2  # number of simulated steps; only the last step counts
@@ -158,7 +158,7 @@ class Estimate:
 
     @property
     def host_excess(self) -> float:
-        """Number of bytes that the ranks on a node together lack in host memory, or 0 if the memory suffices."""
+        """Number of bytes by which all ranks on a node together exceed its host memory, or 0 if the memory suffices."""
         return max(0.0, self.host * self.cluster.accelerators - self.cluster.host_memory * 1e9)
 
     @property
@@ -172,7 +172,7 @@ class Estimate:
 
     @property
     def shortfall(self) -> float:
-        """Larger of `excess` and `host_excess`, by which settings that do not fit are compared."""
+        """Larger of `excess` and `host_excess`, in bytes. Plans sort settings that do not fit by this value."""
         return max(self.excess, self.host_excess)
 
     @cached_property
@@ -209,7 +209,7 @@ class Estimate:
         return self.tokens_per_step / self.step
 
 
-# Text and value of each criterion by which the simplest row is chosen, the most important first. Smaller is simpler.
+# Text and value of each criterion for the simplest row, most important first. A smaller value is simpler.
 _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
     ("the fewest micro-batches", lambda row: row.choice.micro_batches),
     (
@@ -238,7 +238,7 @@ def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
 
 @dataclass
 class Estimator:
-    """Estimator of the cost of combinations of settings, for one model on one cluster.
+    """Estimator of memory, traffic and step time for many combinations of settings of one model on one cluster.
 
     `on_estimate` is called after each estimate of memory and after each simulation.
     """
@@ -265,7 +265,7 @@ class Estimator:
         return replace(self, cluster=cluster, _units={}, _memories={}, _step_costs={})
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
-        """Return the settings in `choice` in the form that ``shard_model`` takes."""
+        """Return the settings in `choice` as a :class:`LayerZeroConfig`."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
@@ -380,7 +380,8 @@ class Estimator:
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
         micro-batch takes as long as the previous one, because the simulation waits for the reductions of each
-        micro-batch. A device waits only for the reductions of the last one, so the estimate is slightly too long.
+        micro-batch. A device waits only for the reductions of the last micro-batch, so the estimate is slightly too
+        long.
         """
         simulated_count = min(choice.micro_batches, 3)
         simulated = self._simulate_step(choice, simulated_count)
@@ -450,14 +451,14 @@ class Estimator:
         return HOP2_CODECS[choice.hop2_codec].nbytes([block], choice.reduce_dtype) / block.numel
 
     def _hop2_coding(self, choice: Candidate) -> float:
-        """Return the time in seconds in which a rank encodes and decodes an element of hop 2."""
+        """Return the time that a rank needs to encode and decode one element in hop 2, in seconds."""
         if choice.hop2_codec is None:
             return 0.0
         encoding, decoding = _CODING[choice.hop2_codec, self.cluster.device]
         return 1 / encoding + 1 / decoding
 
     def _refresh_width(self, choice: Candidate) -> float | None:
-        """Return the number of bytes per element that an encoded refresh sends. None if it is not encoded."""
+        """Return the number of bytes per element that an encoded refresh sends, or None without a refresh codec."""
         if choice.refresh_codec is None:
             return None
         codec = NAMED_REFRESH_CODECS[choice.refresh_codec]

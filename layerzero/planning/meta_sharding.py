@@ -36,7 +36,7 @@ class _MetaMesh:
 def traits_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
 ) -> RankTraits:
-    """Return the traits of a rank.
+    """Return the :class:`RankTraits` of `rank` in a job of `ranks` data-parallel ranks.
 
     If `on_device` is True, the backend adds gradients, as NCCL does. Otherwise layerzero adds them, as with gloo.
     """

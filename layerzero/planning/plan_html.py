@@ -80,7 +80,7 @@ def write_report(
         plan: result of :func:`layerzero.plan`.
         path: path of the HTML file to write.
         nodes: numbers of nodes on the x axis of the figure that shows micro-batch times.
-        sites: result of :meth:`Plan.at_sites`, to be added to the report.
+        sites: result of :meth:`Plan.at_sites`. If it is not empty, the report contains it.
     """
     Path(path).write_text(report_html(plan, nodes=nodes, sites=sites), encoding="utf-8")
 
@@ -204,7 +204,7 @@ def _ticks(axis: Axis, *, most: int = 6) -> None:
 
 
 def _time_unit(longest: float) -> tuple[str, float]:
-    """Return the unit of a time axis, and how many of these units a second has."""
+    """Return the unit of a time axis for values up to `longest` seconds, and the number of units in one second."""
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
 
@@ -271,7 +271,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 
 def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Sequence[int]) -> str:
-    """Plot the time per micro-batch against the number of nodes, for a row and the baselines."""
+    """Plot the time per micro-batch against the number of nodes, for `row` and for the `others`."""
     figure = _new_figure(3.5)
     axes = figure.subplots()
     lines = {}

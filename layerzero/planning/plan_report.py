@@ -64,7 +64,7 @@ COLUMNS_TEXT = (
 
 @dataclass(frozen=True)
 class LinkComparison:
-    """Schemes at one speed of the link between nodes, with the same number of micro-batches.
+    """Comparison of the schemes at one speed of the link between nodes, with the same number of micro-batches.
 
     Attributes:
         between: speed of the link in Gbit/s per node.
@@ -95,8 +95,8 @@ class Plan:
         numel: number of parameter elements in the model.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
-            The others follow, the ones with the smallest :attr:`Estimate.shortfall` first.
-        other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
+            The others follow, in ascending order of :attr:`Estimate.shortfall`.
+        other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, from formulas and models of these schemes.
         best: recommended row; None if no settings fit.
         estimator: estimator that can compute more rows.
     """
@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def links(self) -> tuple[LinkComparison, ...]:
-        """Comparison of the schemes at 50, 200 and 400 Gbit/s per accelerator and at the cluster's own link.
+        """Comparison of the schemes at 50, 200 and 400 Gbit/s per accelerator, and at the cluster's own link speed.
 
         All rows have the number of micro-batches of `best`, or the smallest number if no settings fit. The tuple is
         empty if the cluster has one node.
@@ -310,7 +310,7 @@ def _row_data(row: Estimate) -> dict[str, Any]:
 
 
 def group_size(choice: Candidate) -> int | None:
-    """Return S, the number of ranks that share the weights, for schemes in which it can be chosen."""
+    """Return S, the number of ranks that share the weights, or None for schemes in which S is fixed."""
     return choice.zero3_size if choice.scheme in (LAYERZERO, "HSDP", "HFSDP") else None
 
 
@@ -320,7 +320,7 @@ def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
 
 
 def links_text(plan: Plan) -> str:
-    """Return a table with the steps of all schemes at several speeds of the link, or an empty string for one node."""
+    """Return a table of step times by scheme and speed of the link between nodes, or an empty string for one node."""
 
     def cell(row: Estimate | None) -> str:
         return "does not fit" if row is None else f"{seconds_text(row.step)}, {si_text(row.tokens)}"
@@ -352,7 +352,7 @@ def short_settings(choice: Candidate) -> str:
 
 
 def reduce_text(choice: Candidate) -> str:
-    """Return the reduce dtype, the dtype or codec of hop 2 if it has its own, and the codec of the refresh.
+    """Return the dtype of hop 1, the dtype or codec of hop 2 if it differs, and the codec of the refresh, if any.
 
     For example: ``fp32``, ``fp32/bf16``, ``fp32/int8_blocks`` or ``fp32/int4_blocks/lossless``.
     """
@@ -375,7 +375,7 @@ def count_text(number: int, noun: str) -> str:
 
 
 def speeds_text(plan: Plan) -> str:
-    """Return the inputs that decide between schemes, and that users often leave at their defaults."""
+    """Return text with inputs that affect which scheme is fastest and that users often leave at their defaults."""
     cluster = plan.cluster
     return (
         f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "

@@ -72,8 +72,8 @@ def plan(
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
             the total number of ranks. If the first of `accumulations` does not fit on the ranks of a node without
-            offload, codecs or `accumulation_dtype`, the ranks of 2, 4, ... nodes are tried as well, until it fits. HSDP
-            and HFSDP are also tried with more nodes, until they fit.
+            offload, `hop2_codec` or `accumulation_dtype`, the ranks of 2, 4, ... nodes are tried as well, until it
+            fits. HSDP and HFSDP are also tried with more nodes, until they fit.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops if `replica_reduce_dtype`
@@ -91,7 +91,7 @@ def plan(
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
             offloading, and the others if the model still does not fit. If False, do not try offloading.
-        recompute: whether blocks keep only their inputs for the backward pass (activation checkpointing).
+        recompute: True if blocks keep only their inputs for the backward pass (activation checkpointing).
         activation_bytes: size of the activations of a micro-batch on one rank, in bytes. If 0, the size is estimated
             for a transformer shape or config, and unknown for other models.
         on_estimate: function that is called after each estimate of memory and after each simulation, for example to
@@ -170,10 +170,10 @@ def plan(
             if any(tried.is_default(row.choice) for row in rows if row.fits and row.choice.zero3_size < cluster.ranks):
                 break
             rows += rows_of(size)
-    # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
+    # Nothing depends on the times of rows that do not fit, so do not simulate them. Simulations take most of the time.
     rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else row.shortfall))
     other_schemes: list[Estimate] = []
-    groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
+    groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 ignores this size and shards over all ranks
     for name in OTHER_SCHEMES:
         for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
             estimates = [
@@ -207,7 +207,7 @@ class _TriedSettings:
     micro_batches: list[int]
 
     def choices(self, zero3_size: int, ranks: int) -> Iterable[Candidate]:
-        """Return the distinct combinations for one `zero3_size`."""
+        """Return the distinct combinations of settings for one `zero3_size`, in a job of `ranks` ranks."""
         replicas = ranks // zero3_size
         # With one replica, there is no hop 2, and no refresh between ranks.
         between = list(itertools.product(self.replica_reduce_dtypes, self.hop2_codecs, self.refresh_codecs))
@@ -234,9 +234,9 @@ class _TriedSettings:
         )
 
     def is_default(self, choice: Candidate) -> bool:
-        """Return whether `choice` has the first `accumulation` and no setting that the user lets the planner omit.
+        """Return whether `choice` has the first `accumulation` and no optional settings.
 
-        These settings are offloads, `hop2_codec` and `accumulation_dtype`.
+        Offloads are optional. `hop2_codec` and `accumulation_dtype` are optional if None is among the values to try.
         """
         return (
             choice.accumulation == self.accumulations[0]
@@ -322,7 +322,7 @@ def _codecs(name: str, given: Iterable[str | None], known: Iterable[str]) -> lis
 
 
 def _sizes_beyond_a_node(cluster: Cluster) -> list[int]:
-    """Return the numbers of ranks of several nodes, but not of all nodes, that may share the weights."""
+    """Return the values of `zero3_size` that span several nodes, but not all nodes."""
     return [cluster.accelerators * count for count in range(2, cluster.nodes) if cluster.nodes % count == 0]
 
 
@@ -338,7 +338,7 @@ def _distinct_modes(modes: Sequence[str], zero3_size: int, replicas: int) -> lis
 
 
 def _has_accumulator(accumulation: str, zero3_size: int, replicas: int) -> bool:
-    """Return whether gradients are accumulated in memory other than that of the final gradients."""
+    """Return whether gradients are accumulated in separate memory instead of in the final gradients."""
     return accumulation != "local" and (replicas > 1 or (accumulation == "full" and zero3_size > 1))
 
 

@@ -63,8 +63,8 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     All ranks must call this function after ``torch.distributed.init_process_group``. The probe takes a few seconds and
     uses several times `nbytes` of memory. It measures all-gathers, first within nodes (on all nodes simultaneously),
     then between nodes (with all ranks on a node simultaneously). It measures FLOP/s in the forward and backward passes
-    of two linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that
-    run on these machines affect the result.
+    of two linear layers in `dtype`, on all ranks simultaneously. The slowest rank determines the result. Other programs
+    that run on these machines affect the result.
 
     Args:
         zero3_size: number of ranks per node. The default is ``LOCAL_WORLD_SIZE``, which torchrun sets.
@@ -147,7 +147,7 @@ def _synchronizer(comms: Sequence[Communicator]) -> Callable[[], None]:
 
 
 def _median_seconds(operation: Callable[[], object], device: torch.device, synchronize: Callable[[], None]) -> float:
-    """Return the median duration, in seconds, of an operation that all ranks run at once.
+    """Return the median duration, in seconds, of an operation that all ranks run simultaneously.
 
     The first round is a warm-up and does not count.
     """
@@ -229,7 +229,7 @@ def _flops(device: torch.device, dtype: torch.dtype, synchronize: Callable[[], N
 
 
 def _memory(device: torch.device, ranks: int, nbytes: int, synchronize: Callable[[], None]) -> dict[str, float]:
-    """Return memory sizes in GB and memory speeds in GB/s, by the names of the fields of :class:`Cluster`.
+    """Return memory sizes in GB and memory speeds in GB/s, keyed by field name of :class:`Cluster`.
 
     Memory speeds count both the bytes read and the bytes written. The speed of copies to the host counts each copied
     byte once.

@@ -178,9 +178,9 @@ def program_from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 
 
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
-    """Return the reductions, by the number of their first collective.
+    """Return the reductions, keyed by the number of their first collective.
 
-    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
+    A hop 2 belongs to the same reduction as the hop 1 of the same unit whose addition precedes it.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     reductions: dict[int, StartReduction] = {}
@@ -207,7 +207,7 @@ def _collective_of_event(event: TraceEvent) -> SimCollective:
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
-    """Return the mean time in seconds per span (:attr:`SimCompute.span`) of each kind of computation."""
+    """Return the mean time per span (:attr:`SimCompute.span`) of each phase and unit, in seconds."""
     total: Counter[ComputeKey] = Counter()
     spans: defaultdict[ComputeKey, set[int]] = defaultdict(set)
     for operation in program:

@@ -5,7 +5,7 @@ compares the program with a recording of the engine. The programs of other schem
 these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
 communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes. For
 HFSDP (Megatron-FSDP with optimizer state sharded over all ranks), only the last micro-batch reduces gradients between
-nodes, and only the first gathers weights between nodes, once in its forward and once in its backward.
+nodes. Only the first micro-batch gathers weights between nodes, once in its forward and once in its backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARTS = 8  # number of parts of an optimizer step; after each part, its units a
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Number of elements in a unit, and time in seconds of the unit's forward and backward passes per micro-batch.
+    """Number of elements in a unit, and durations of its forward and backward passes per micro-batch, in seconds.
 
     In a list of units, the root is the first unit.
     """
@@ -56,16 +56,16 @@ class ScheduleSettings:
     reduce: int = 4
     replica_reduce: float = 4
     hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
-    refreshed: float | None = None  # of an element in an encoded refresh; None if refreshes are not encoded
+    refreshed: float | None = None  # bytes per element in an encoded refresh; None if refreshes are not encoded
     refresh_encoding: float = 0.0  # time in seconds in which a rank encodes an element of a refresh
     refresh_decoding: float = 0.0
-    accumulator: int = 4  # of an element of an accumulator between micro-batches
+    accumulator: int = 4  # bytes per element of the accumulators between micro-batches
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
     ends_stay_gathered: bool = True  # whether the root and the last unit stay gathered for the backward, as on devices
-    adds_hop1: bool = False  # ranks add the parts of hop 1, as on gloo; gradients are then sent in their own dtype
+    adds_hop1: bool = False  # ranks add the parts of hop 1, as with gloo; gradients are then sent in their own dtype
     update: float = 0.0  # time of the optimizer's update in seconds
     memory_speed: float = float("inf")  # memory bandwidth of additions in bytes per second
 
@@ -251,8 +251,8 @@ class _Rank:
     def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
         """Return the addition that follows a collective.
 
-        The addition reads the received part and the sum, and writes the sum. The time of hop 2 contains the time in
-        which its messages are encoded and decoded.
+        The addition reads the received part and the sum, and writes the sum. After hop 2, the time includes encoding
+        and decoding of messages.
         """
         seconds = 3 * _MASTER * numel / self.settings.memory_speed
         if collective.kind == "hop2":

@@ -173,7 +173,7 @@ class _Simulation:
         self._machine = machine
         self._outcome = outcome
         self._active: list[_SimTask] = []
-        self._ended: list[_SimTask] = []  # completed tasks that have not been finished
+        self._ended: list[_SimTask] = []  # completed tasks that `_finish_done_tasks` has not processed yet
         self._comms: defaultdict[str, deque[_SimTask]] = defaultdict(deque)
 
     def launch(self, collective: SimCollective, then: Callable[[], None] | None = None) -> _SimTask:
@@ -350,7 +350,8 @@ class _Host:
     def _make_room(self, index: int, limit: int) -> None:
         """Wait until at most `limit` reductions have not added the result of their collective at index `index`.
 
-        In normal operation, the caller passes the limits `IN_FLIGHT` of engine/reduction_queue.py.
+        When a reduction starts, the limits are `IN_FLIGHT` of engine/reduction_queue.py. To wait for all reductions,
+        the limit is 0.
         """
         under_way = self._running_at(index)
         self._wait_for(under_way[: max(0, len(under_way) - limit)], index)

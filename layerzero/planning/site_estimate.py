@@ -54,7 +54,7 @@ class SiteSettings:
         self.num_fragments(self.fragments or 1)
 
     def num_fragments(self, handles: int) -> int:
-        """Return the number of fragments of a model with this number of trainable handles.
+        """Return the number of fragments of a model with `handles` trainable handles.
 
         Raises:
             ValueError: :func:`layerzero.outer` would refuse the settings for such a model.
@@ -72,7 +72,7 @@ class SiteEstimate:
     Exchanges run while the ranks compute.
 
     Attributes:
-        row: estimate of a step in one site.
+        row: estimate of a step at one site.
         settings: number of sites, their link, and how often they exchange fragments.
         codec: name of the codec, or None.
         sent: number of bytes that a site sends per exchange of each fragment.
@@ -89,12 +89,12 @@ class SiteEstimate:
 
     @cached_property
     def exchanges(self) -> tuple[float, ...]:
-        """Time in which each fragment is exchanged, in seconds, if the link carries nothing else."""
+        """Time to exchange each fragment, in seconds, if the link carries no other traffic."""
         return tuple(sent * 8 / (self.settings.between * 1e9) for sent in self.sent)
 
     @cached_property
     def delay(self) -> int:
-        """Smallest `delay` with which steps are as short as with the largest, ``every - 1``."""
+        """Smallest `delay` with which steps are about as short as with the largest `delay`, ``every - 1``."""
         step, every = self.row.step, self.settings.every
         longest_allowed = average_step(step, self.exchanges, every, every - 1) * (1 + _TOLERANCE)
         low, high = 0, every - 1
@@ -108,7 +108,7 @@ class SiteEstimate:
 
     @cached_property
     def step(self) -> float:
-        """Average duration of a step with this `delay`, in seconds, with waits for exchanges."""
+        """Average duration of a step with this `delay`, in seconds, including waits for exchanges."""
         return average_step(self.row.step, self.exchanges, self.settings.every, self.delay)
 
     @property
@@ -147,19 +147,19 @@ class SiteEstimate:
 
 
 def average_step(step: float, exchanges: Sequence[float], every: int, delay: int) -> float:
-    """Return the average duration of a step of a site, with waits for exchanges.
+    """Return the average duration of a step at a site, in seconds, including waits for exchanges.
 
     Fragments are sent at their :func:`~layerzero.layout.fragments.start_positions`, and their outer steps are taken
     `delay` steps later. The link carries one exchange after the other.
 
     Args:
         step: duration of a step without exchanges, in seconds.
-        exchanges: time in seconds in which each fragment is exchanged.
-        every: number of steps of a period.
+        exchanges: time to exchange each fragment, in seconds.
+        every: number of steps between two exchanges of a fragment.
         delay: number of steps between the start of an exchange and its outer step, less than `every`.
     """
     now = link_is_free = measured_from = 0.0
-    arrivals: dict[int, float] = {}  # by step of the outer step
+    arrivals: dict[int, float] = {}  # by number of the step that waits for an exchange: time at which the exchange ends
     starts = dict(zip(start_positions(every, len(exchanges)), exchanges, strict=True))
     for number in range(1, every * _PERIODS + 1):
         now = max(now + step, arrivals.pop(number, 0.0))
@@ -172,14 +172,15 @@ def average_step(step: float, exchanges: Sequence[float], every: int, delay: int
         if number == every * _PERIODS // 2:
             measured_from = now
     simulated = (now - measured_from) / (every * _PERIODS - every * _PERIODS // 2)
-    return max(simulated, sum(exchanges) / every)  # the queue of a link that is slightly too slow grows for long
+    # If the link is slightly too slow, its queue may still grow when the simulated run ends.
+    return max(simulated, sum(exchanges) / every)
 
 
 def estimate_sites(row: Estimate, units: Sequence[UnitSpec], settings: SiteSettings) -> Iterator[SiteEstimate]:
-    """Yield the estimates without a codec and with each codec.
+    """Yield the estimates of training at several sites, first without a codec, and then with each codec.
 
     Args:
-        row: estimate of the cluster of one site.
+        row: estimate of a step at one site.
         units: specs of the units for the settings of `row`.
         settings: number of sites, their link, and how often they exchange fragments.
 

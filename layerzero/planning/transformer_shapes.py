@@ -1,4 +1,4 @@
-"""Describe the shapes of transformers for a plan, and compute their meta parameters, FLOPs and activations."""
+"""Describe the shapes of transformers for a plan, build them on meta, and compute their FLOPs and activations."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TransformerShape:
         )
 
     def root_flops(self) -> float:
-        """Return the FLOPs per token of the head."""
+        """Return the FLOPs per token in the forward pass of the head."""
         return 2.0 * self.vocab * self.hidden
 
     def block_activations(self) -> int:
