@@ -83,7 +83,7 @@ def prepare_load(
     The function raises an error unless the checks pass on all ranks.
 
     Args:
-        apart: names that were passed to the save. If None, all ranks have the same parameters.
+        apart: names of the parameters that differ between ranks, as passed to :func:`save`. None if there are none.
     """
     path = Path(path)
 

@@ -53,7 +53,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def clean_up_after_save(path: Path, keep_last: int | None) -> None:
-    """Remove leftovers of dead saves, and checkpoints older than the last `keep_last`, after a save to `path`.
+    """After a save to `path`, remove files of interrupted saves, and all but the newest `keep_last` checkpoints.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 

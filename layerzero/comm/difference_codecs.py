@@ -1,10 +1,10 @@
-"""Define the protocol of codecs for refreshed weights, and a codec that sends differences in 4 bits.
+"""Define the protocol for codecs of refreshed weights, and a codec that sends differences in 4 bits.
 
 [Note: Lossy differences]
 Each rank encodes the difference between the cast masters of its part and its previous compute weights. All replicas,
 including the sender, add the decoded difference to the same previous weights in fp32 and round the sum. A decoded
 difference is the product of a 4-bit integer and a bf16 scale, which fp32 represents exactly. The sum therefore has the
-same bits on all ranks, also on processors that fuse multiplications with additions.
+same bits on all ranks, even on processors that fuse multiplications with additions.
 
 The error of a refresh is a part of the next difference, so no rank stores it. If the masters stop changing, each
 refresh makes the largest difference of a block several times smaller, until the weights equal the cast masters.
@@ -126,7 +126,7 @@ class Int4Difference:
         return self._blocks.nbytes([ParamRows(0, 1, numel)], torch.float32)
 
     def _iter_pieces(self, numel: int) -> Iterator[tuple[slice, list[ParamRows], slice]]:
-        """Yield the weights, the rows for the codec of blocks, and the bytes in the message of each piece."""
+        """For each piece, yield its weights, the rows to pass to the block codec, and its bytes in the message."""
         for first in range(0, numel, _AT_ONCE):
             stop = min(first + _AT_ONCE, numel)
             place = slice(self.message_bytes(first), self.message_bytes(stop))

@@ -185,7 +185,7 @@ class LateMaximum:
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Store the messages received along each communicator, and return the completed maximum, uint8 [numel].
+        """Store the messages received over each communicator, and return the maximum over all ranks, uint8 [numel].
 
         Args:
             messages: messages of all ranks for each communicator, uint8 [ranks, numel].

@@ -96,7 +96,7 @@ class CurrentStream:
 
     @staticmethod
     def keep_until_done(tensor: Tensor, stream: Any) -> None:
-        """Keep the memory of a tensor, even after the tensor is freed, until `stream` has completed its work so far."""
+        """Prevent reuse of a tensor's memory, even if it is freed, until `stream` has completed its work so far."""
         tensor.record_stream(stream)
 
     def record_event(self) -> StreamEvent:

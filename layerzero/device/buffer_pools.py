@@ -239,7 +239,7 @@ class FullBufferPool:
     that version every gather allocates memory.
 
     torch's caching allocator reuses memory on the stream that allocated it, without further synchronization. Therefore
-    this stream waits for the last use of the memory on the current stream before the memory is freed.
+    the stream that allocated the memory waits for its last use on the current stream before the memory is freed.
     """
 
     can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")

@@ -34,14 +34,14 @@ _MAY_DIFFER = "accelerators"
 
 @dataclass(frozen=True)
 class RankReport:
-    """Values of one rank that the first rank compares.
+    """Values that one rank reports, which the first rank compares across ranks.
 
     Attributes:
         host: name and boot identifier of the machine.
         local_world_size: value of LOCAL_WORLD_SIZE, or None.
         device: identifier of the accelerator of this rank, or an empty string.
         facts: values, keyed by name, that should be the same on all ranks.
-        findings: findings of this rank.
+        findings: problems and notes that this rank has found by itself.
     """
 
     host: str

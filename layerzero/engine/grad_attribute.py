@@ -36,9 +36,9 @@ class GradAttribute:
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
-        Access to ``.grad`` raises while contributions are unreduced, or while `agreed` is False. In the latter case, a
-        ``.grad`` is also set on parameters that perhaps only another rank has used. This rank may store rows of such
-        gradients, and must therefore detect zero_grad().
+        Access to ``.grad`` raises while contributions are unreduced, or while `agreed` is False. In the latter case,
+        ``.grad`` is also set on parameters that may have been used only by another rank. This rank may store rows of
+        their gradients, and must therefore detect zero_grad().
 
         Args:
             agreed: True if the ranks have agreed on the used parameters.

@@ -31,7 +31,7 @@ __all__ = ["PendingUse", "UsedParamMap"]
 
 
 class UsedParamMap:
-    """Map of the parameters that any rank of a model has used; see [Note: Order of names in messages].
+    """Record of the parameters that at least one rank of a model has used; see [Note: Order of names in messages].
 
     Args:
         model_ranks: all ranks of the model.

@@ -131,7 +131,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
 
 
 def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
-    """Return the size in bytes of the errors that a hop-2 codec with feedback stores."""
+    """Return the size in bytes of the residuals that a hop-2 codec with error feedback stores."""
     codecs = [stage.codec for stage in handle.reduction_spec.stages if stage.codec is not None]
     if not handle.trainable or not any(has_feedback(codec) for codec in codecs):
         return 0

@@ -143,7 +143,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 class _NoSync:
-    """Fabric's backward-sync control, which disables gradient reduction."""
+    """Fabric's backward-sync control. It skips the reduction of gradients inside ``no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()

@@ -1,8 +1,8 @@
 """Transformers: a ``Trainer`` for sharded models, and a mixin for subclasses of ``Trainer``, such as TRL's trainers.
 
-``Trainer`` has no hook for the class of its accelerator. :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
-therefore replaces the accelerator with a LayerZeroAccelerator that has the same arguments. The mixin overrides other
-methods and patches no class.
+``Trainer`` has no hook to choose the class of its accelerator. Therefore,
+:meth:`LayerZeroMixin.create_accelerator_and_postprocess` replaces the accelerator with a LayerZeroAccelerator that it
+constructs with the same arguments. The mixin also overrides some other methods. It does not monkey-patch any class.
 """
 
 from __future__ import annotations

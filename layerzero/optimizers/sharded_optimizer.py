@@ -580,7 +580,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @property
     def has_owners(self) -> bool:
-        """True if the optimizer needs some full parameters. The state of these parameters is on their owners."""
+        """True if the optimizer needs some full parameters. Their state is on their owner ranks."""
         return bool(self._owner_table.owned)
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:

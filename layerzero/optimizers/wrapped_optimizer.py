@@ -159,7 +159,7 @@ def require_unedited(
     Args:
         groups: parameter groups of the wrapper.
         inner: parameter groups of the inner optimizer, which must be the same list.
-        known: parameters that were added with the wrapper, by group.
+        known: for each group, the parameters that were added through the wrapper.
     """
     if groups is not inner:
         raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")

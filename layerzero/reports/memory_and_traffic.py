@@ -99,13 +99,13 @@ class TrafficReport:
     """Collectives that this rank has called, and bytes that it has sent, since the last reset.
 
     Attributes:
-        calls: number of calls by collective: ``gather``, ``regather`` (for a backward pass, among the number of ranks
-            set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``refresh_sizes`` (of encoded refreshes),
-            ``metadata`` (one byte per parameter, and other control messages), ``gather_order`` (16 bytes whenever units
-            are called in a new order), ``scalar_reduce`` (norms), ``unshard``, ``broadcast``, ``owner_gather`` and
-            ``owner_scatter`` (send full parameters to their owners and back, inside the ZeRO-3 group),
-            ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`). If ranks share memory, a ``gather``
-            sends no data.
+        calls: number of calls by collective: ``gather``, ``regather`` (a gather for a backward pass, among as
+            many ranks as `reshard_after_forward` specifies), ``hop1``, ``hop2``, ``refresh``, ``refresh_sizes`` (of
+            encoded refreshes), ``metadata`` (one byte per parameter, and other control messages), ``gather_order`` (16
+            bytes whenever units are called in a new order), ``scalar_reduce`` (norms), ``unshard``, ``broadcast``,
+            ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and back, inside the ZeRO-3
+            group), ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`). If ranks share memory, a
+            ``gather`` sends no data.
         bytes: number of bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has
             read from other ranks' memory.
         bytes_by_axis: number of bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between

@@ -114,7 +114,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 class PlainRun:
-    """Result of the plain run: initial weights, losses, dtypes, and (on rank 0) a record of each step."""
+    """Result of the run without layerzero: initial weights, losses, dtypes, and (on rank 0) a record of each step."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
