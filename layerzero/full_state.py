@@ -21,7 +21,7 @@ from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, viewing
+from layerzero.engine.param_view import ParamView, active_view
 from layerzero.engine.state import LayerZeroState
 from layerzero.utils.bit_sums import digest
 
@@ -97,7 +97,7 @@ def _unsharded(
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
     subject, modules = _format_call(options), set(module.modules())
-    gradients = _agree_to_show(runtime, module, members, options)
+    gradients = _require_equal_requests(runtime, module, members, options)
     keeps = runtime.ranks.is_first or not options.rank0_only
     buffers = [buffer for buffer in runtime.cast_buffers if keeps and buffer.module() in modules]
     parameters: dict[ManagedParam, nn.Parameter] = {}
@@ -112,7 +112,7 @@ def _unsharded(
         _install_params(parameters)
     runtime.status.unsharded |= dict.fromkeys(members, keeps)
     try:
-        with viewing(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
+        with active_view(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
             try:
                 yield
             except Exception as error:
@@ -134,7 +134,7 @@ def _format_call(options: _Options) -> str:
     return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
 
 
-def _agree_to_show(
+def _require_equal_requests(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters, and return the sharded gradients.
@@ -312,7 +312,10 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     require_equal("full_precision", {}, ranks=runtime.ranks.ranks, failure=failure)
     runtime.scheduler.evaluate_in_full_precision(True)
     try:
-        with viewing(runtime.status.active_views, ParamView.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
+        with (
+            active_view(runtime.status.active_views, ParamView.FULL_PRECISION),
+            in_original_dtype(runtime.cast_buffers),
+        ):
             yield
     finally:
         runtime.scheduler.evaluate_in_full_precision(False)

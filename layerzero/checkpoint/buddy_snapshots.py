@@ -57,10 +57,10 @@ from layerzero.checkpoint.snapshot_files import (
     complete_snapshots,
     create_private_folder,
     gather_view,
+    list_snapshot_parts,
     map_file,
     map_writable_file,
     newest_number,
-    pieces_in,
     remove_views,
 )
 from layerzero.comm.collectives import Communicator, send_recv
@@ -233,7 +233,7 @@ class Buddies:
             pending.settle()
 
     def _remove_all_but(self, tokens: Container[str]) -> None:
-        for snapshot_part in pieces_in(self.folder):
+        for snapshot_part in list_snapshot_parts(self.folder):
             if snapshot_part.token not in tokens:
                 shutil.rmtree(snapshot_part.folder, ignore_errors=True)
 

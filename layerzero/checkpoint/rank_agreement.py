@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import UnsupportedFormatError
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.gather_text import need_numpy
+from layerzero.comm.gather_text import require_numpy
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -46,7 +46,7 @@ def agree_or_raise(
 
 
 def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
-    need_numpy("a checkpoint")
+    require_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned"

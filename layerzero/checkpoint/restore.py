@@ -104,7 +104,7 @@ class RestorePlan:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
-        self.in_place = self._can_hold() if twice else frozenset()
+        self.in_place = self._in_place_keys() if twice else frozenset()
         for key, specs in self._uses.items():
             self.tensors[key] = self._target_tensor(key, specs)
 
@@ -316,7 +316,7 @@ class RestorePlan:
         if spec is not None and isinstance(memory, Tensor):
             self._destinations[key] = memory
 
-    def _can_hold(self) -> frozenset[str]:
+    def _in_place_keys(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
 
         A tensor can be read in place if the plan uses it once and the stored bytes can be read into its memory without

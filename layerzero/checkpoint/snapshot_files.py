@@ -32,10 +32,10 @@ __all__ = [
     "complete_snapshots",
     "create_private_folder",
     "gather_view",
+    "list_snapshot_parts",
     "map_file",
     "map_writable_file",
     "newest_number",
-    "pieces_in",
     "remove_views",
 ]
 
@@ -55,7 +55,7 @@ class SnapshotPart:
         return self.folder.name.partition(".")[0]
 
 
-def pieces_in(folder: Path) -> list[SnapshotPart]:
+def list_snapshot_parts(folder: Path) -> list[SnapshotPart]:
     """Return the snapshot parts of all ranks on this node. The list is empty if another rank has removed `folder`."""
     names = os.listdir(folder) if folder.exists() else []
     return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
@@ -93,7 +93,7 @@ def remove_views(folder: Path, ranks: int) -> None:
 
 def newest_number(folder: Path) -> int:
     """Return the number of the newest snapshot, complete or not, or -1 if there is none."""
-    return max((int(part.token[:10]) for part in pieces_in(folder)), default=-1)
+    return max((int(part.token[:10]) for part in list_snapshot_parts(folder)), default=-1)
 
 
 def map_file(path: Path, size: int) -> Tensor:
@@ -131,7 +131,7 @@ def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
     The list is the same on all ranks. Files of a snapshot may have been lost after the snapshot was completed.
     """
     own_names: dict[str, list[str]] = {}
-    for part in pieces_in(folder):
+    for part in list_snapshot_parts(folder):
         own_names.setdefault(part.token, []).extend(os.listdir(part.folder))
     files_by_rank = [json.loads(text) for text in all_gather_text(comm, json.dumps(own_names))]
     # A manifest proves that all files once existed. The ranks may have lost some of these files since then.
@@ -152,7 +152,7 @@ def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> Non
     try:
         shutil.rmtree(view, ignore_errors=True)
         view.mkdir(mode=0o700)
-        for part in pieces_in(folder):
+        for part in list_snapshot_parts(folder):
             if part.token == token:
                 _link_files(part.folder, view)
                 text = text or _intact_manifest_text(part.folder)

@@ -8,7 +8,7 @@ import torch
 
 from layerzero.comm.collectives import Collective, Communicator, all_gather
 
-__all__ = ["all_gather_text", "need_numpy"]
+__all__ = ["all_gather_text", "require_numpy"]
 
 
 def all_gather_text(comm: Communicator, text: str) -> list[str]:
@@ -35,7 +35,7 @@ def all_gather_text(comm: Communicator, text: str) -> list[str]:
     return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]
 
 
-def need_numpy(what: str) -> None:
+def require_numpy(what: str) -> None:
     """Raise ModuleNotFoundError if numpy is missing, with a clearer message than that of torch.distributed.
 
     torch.distributed sends objects between ranks as numpy arrays.

@@ -168,7 +168,7 @@ class HeldGroup:
         """Mark the group as closed, so that further use raises RuntimeError."""
         self._closed = True
 
-    def forget_store(self) -> None:
+    def keep_store_keys(self) -> None:
         """Keep the group's keys in the store when the group is released, because other ranks may still read them."""
         self._store = None
 
@@ -216,7 +216,7 @@ class ModelGroups:
     def abandon(self) -> None:
         """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""
         for held in self._held:
-            held.forget_store()
+            held.keep_store_keys()
             held.close()
         self._finalizer()
 

@@ -273,7 +273,7 @@ class FullBufferPool:
             self._empty.append(source)
             self.cached_bytes -= nbytes
         else:
-            self._keep_parked(self.limit - self._lent_bytes - nbytes)
+            self._shrink_cache_to(self.limit - self._lent_bytes - nbytes)
             storage.resize_(nbytes)
             self.allocations += 1
             if self._order is not None:
@@ -309,7 +309,7 @@ class FullBufferPool:
         address = self._last_addresses.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(cached) if source.data_ptr() == address), -1)
 
-    def _keep_parked(self, most: int) -> None:
+    def _shrink_cache_to(self, most: int) -> None:
         """Free cached memory of any size until no more than `most` bytes are cached."""
         for nbytes, cached in self._cached.items():
             while cached and self.cached_bytes > max(most, 0):

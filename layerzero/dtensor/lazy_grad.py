@@ -18,10 +18,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-__all__ = ["OF_GRADIENTS", "LazyGrad", "plain_access", "post_accumulate_grad_hooks", "resolve_first"]
+__all__ = ["GRAD_ACCESSORS", "LazyGrad", "plain_access", "post_accumulate_grad_hooks", "resolve_first"]
 
 _GRADIENT: Any = Tensor.grad
-OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as passed to __torch_function__
+GRAD_ACCESSORS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as passed to __torch_function__
 
 
 def plain_access() -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class LazyGrad:
 
 
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `access`, one of OF_GRADIENTS, so that it first resolves pending gradients; see [Note: Lazy .grad]."""
+    """Wrap `access`, one of GRAD_ACCESSORS, so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
     def resolve_and_access(parameter: Any, *value: Tensor | None) -> Any:
         tracker = parameter._local_tensor.tracker

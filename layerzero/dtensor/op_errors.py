@@ -6,13 +6,20 @@ from typing import Any
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["MOVED", "TOO_COARSE", "named_error", "penalty_message", "row_cut_error", "row_move_message"]
+__all__ = [
+    "FROZEN_DTYPE_MESSAGE",
+    "STALE_ROWS_MESSAGE",
+    "even_sharding_message",
+    "named_error",
+    "penalty_message",
+    "row_move_message",
+]
 
-MOVED = (
+STALE_ROWS_MESSAGE = (
     "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters. Read "
     "them from the parameter again"
 )
-TOO_COARSE = (
+FROZEN_DTYPE_MESSAGE = (
     "parameter {!r} was frozen when it was sharded, and its master has dtype {}, which is too coarse for training. "
     "Unfreeze it before shard_model, or convert it to float32 before shard_model"
 )
@@ -50,7 +57,7 @@ def _not_gathered_message(func: Any, spec: RowShardSpec) -> str:
     )
 
 
-def row_cut_error(func: Any, spec: RowShardSpec) -> str:
+def even_sharding_message(func: Any, spec: RowShardSpec) -> str:
     """Return the error message for an operation that assumes torch's even row bounds."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {spec.name!r} as if torch had sharded it evenly, but "
@@ -62,8 +69,8 @@ def row_cut_error(func: Any, spec: RowShardSpec) -> str:
 
 _EXPLAINED = {  # keyed by a substring of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered_message,
-    "is invalid for input of size": row_cut_error,
-    "must match the existing size": row_cut_error,
+    "is invalid for input of size": even_sharding_message,
+    "must match the existing size": even_sharding_message,
 }
 
 

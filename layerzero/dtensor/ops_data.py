@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.lazy_grad import OF_GRADIENTS, resolve_first
+from layerzero.dtensor.lazy_grad import GRAD_ACCESSORS, resolve_first
 from layerzero.dtensor.local_shard import local_shard
 from layerzero.dtensor.mutation_tracker import MutationTracker
 
-__all__ = ["CALLS", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
+__all__ = ["FUNCTION_OVERRIDES", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
 
 
 def copy_attributes_and_hooks(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -142,10 +142,12 @@ def _describe_tensor(value: Any) -> str:
     return f"{kind} of shape {list(value.shape)}, {value.dtype} on {value.device}{rows}"
 
 
-CALLS: dict[Any, Callable[..., Any]] = {  # replacement for each torch function, as passed to __torch_function__
+FUNCTION_OVERRIDES: dict[
+    Any, Callable[..., Any]
+] = {  # replacement for each torch function, as passed to __torch_function__
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
-    **{access: resolve_first(access) for access in OF_GRADIENTS},
+    **{access: resolve_first(access) for access in GRAD_ACCESSORS},
     torch._has_compatible_shallow_copy_type: is_noop_move,
     Tensor.share_memory_: refuse_sharing,
 }

@@ -34,7 +34,7 @@ __all__ = [
     "is_drawing_function",
     "is_drawing_operator",
     "is_fillable_like",
-    "is_truncating",
+    "is_in_trunc_normal",
 ]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
@@ -94,7 +94,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: the bounds passed to ``nn.init.trunc_normal_`` make it use another sampling method.
     """
     caller = sys._getframe(2)
-    if not is_truncating(caller):
+    if not is_in_trunc_normal(caller):
         return draw_full(func, args, kwargs)
     caller_locals = caller.f_locals
     if "accept_buf" in caller_locals:
@@ -109,7 +109,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return result.within_bounds()
 
 
-def is_truncating(caller: FrameType) -> bool:
+def is_in_trunc_normal(caller: FrameType) -> bool:
     """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
 
     Code in this frame may read partial values. It reads them only to check bounds, and all rows are within the bounds.

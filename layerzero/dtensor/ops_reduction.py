@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.op_errors import row_move_message
-from layerzero.dtensor.ops_random import is_truncating
+from layerzero.dtensor.ops_random import is_in_trunc_normal
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_collective"]
@@ -56,7 +56,7 @@ class PartialScalar(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         part = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
+        if func._schema.name == "aten::_local_scalar_dense" and not is_in_trunc_normal(sys._getframe(1)):
             raise RuntimeError(_partial_value_message(part))
         if func.namespace in COLLECTIVES:
             refuse_collective(func, args, part.spec)
@@ -127,7 +127,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     found.copy_(found_on_device)
 
 
-def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
+def _refuse_argmax(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(row_move_message("argmax or argmin", tensor._local_tensor.spec))
 
 
@@ -136,7 +136,7 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_places),
+    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_argmax),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from layerzero.dtensor.op_errors import row_move_message
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["is_in_place", "is_metadata_access", "refuse_for_number"]
+__all__ = ["is_in_place", "is_metadata_access", "refuse_scalar_conversion"]
 
 _ABOUT_ITSELF = {
     *("size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "get_device"),
@@ -38,7 +38,7 @@ def is_in_place(func: Any) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
 
 
-def refuse_for_number(func: Any, spec: RowShardSpec) -> None:
+def refuse_scalar_conversion(func: Any, spec: RowShardSpec) -> None:
     """Raise an error if `func` would read a value that only one rank has, or change the number of dims.
 
     Raises:

@@ -29,12 +29,12 @@ from layerzero.dtensor.derived import with_origin
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import named_error, penalty_message, row_cut_error, row_move_message
-from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, mark_uninitialized
+from layerzero.dtensor.op_errors import even_sharding_message, named_error, penalty_message, row_move_message
+from layerzero.dtensor.ops_data import FUNCTION_OVERRIDES, AbsentAttribute, mark_uninitialized
 from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_fillable_like
 from layerzero.dtensor.ops_reduction import REDUCTIONS
 from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_for_number
+from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_scalar_conversion
 from layerzero.utils.bit_sums import digest
 
 __all__ = ["RowShardedTensor", "sharded"]
@@ -80,8 +80,8 @@ class RowShardedTensor(DTensor):
         kwargs = kwargs or {}
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                if func in CALLS and isinstance(args[0], cls):
-                    return CALLS[func](*args)
+                if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
+                    return FUNCTION_OVERRIDES[func](*args)
                 if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
                     return _mark_derived(REDUCTIONS[func](*args, **kwargs), args)
                 if is_drawing_function(func, args, kwargs):
@@ -100,7 +100,7 @@ class RowShardedTensor(DTensor):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError. Callers such as ``torch.nn.utils.parametrize`` cannot replace a sharded parameter."""
-        raise RuntimeError(row_cut_error(Tensor.set_, self._local_tensor.spec))
+        raise RuntimeError(even_sharding_message(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this method.
@@ -254,11 +254,11 @@ class ShardedScalar(RowShardedTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in CALLS or is_metadata_access(func):
+        if func in FUNCTION_OVERRIDES or is_metadata_access(func):
             return super().__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         spec = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
-        refuse_for_number(func, spec)
+        refuse_scalar_conversion(func, spec)
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
         if meets and torch.is_grad_enabled() and not spec.is_fully_local:

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["FLAG", "GatheredParams", "MainGradParameter", "keeps_order", "take_flag"]
+__all__ = ["FLAG", "GatheredParams", "MainGradParameter", "consume_main_grad_flag", "is_row_major"]
 
 FLAG = "grad_added_to_main_grad"
 
@@ -59,7 +59,7 @@ class MainGradParameter(nn.Parameter):
             )
 
 
-def take_flag(leaf: Tensor) -> bool:
+def consume_main_grad_flag(leaf: Tensor) -> bool:
     """Return whether a kernel has added the gradient of `leaf` to ``leaf.main_grad``, and reset the flag."""
     if not getattr(leaf, FLAG, False):
         return False
@@ -67,7 +67,7 @@ def take_flag(leaf: Tensor) -> bool:
     return True
 
 
-def keeps_order(parameter: Tensor) -> bool:
+def is_row_major(parameter: Tensor) -> bool:
     """Return whether a view of row-major memory can have the strides of `parameter`. Dims of size 1 are ignored."""
     return parameter.is_contiguous() or parameter.numel() == 0
 
@@ -121,7 +121,7 @@ class GatheredParams:
         If `offers_main_grad` is True, the parameter has ``main_grad``, unless it is a DTensor.
         """
         full = self._compute[place].view(original.shape)
-        if not keeps_order(original):
+        if not is_row_major(original):
             self._strided.append(StridedParam(full, like=original))
             full = self._strided[-1].tensor
             self._counters.append(full)

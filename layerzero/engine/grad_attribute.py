@@ -27,11 +27,11 @@ class GradAttribute:
     def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
         self.gradients = gradients
-        self._watches = [MutationTracker() for _ in members]
-        self._shown: dict[int, RowShardedTensor] = {}  # by slot
+        self._trackers = [MutationTracker() for _ in members]
+        self._published: dict[int, RowShardedTensor] = {}  # by slot
         # By slot, during a backward pass: True if the parameter had a .grad before the pass, and the error message for
         # reads of this .grad, or None if it could be read.
-        self._withheld: list[tuple[bool, str | None]] = []
+        self._hidden: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
@@ -55,13 +55,13 @@ class GradAttribute:
                 usage[slot] = GradUsage.UNKNOWN if may_be_used else GradUsage.UNUSED
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
-            self._watches[slot].access_error = forbidden
+            self._trackers[slot].access_error = forbidden
         if agreed and not any(usage):  # no rank has used these slots, so only zeros (or errors of a codec) were reduced
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
         """Return whether this object has published `gradient` for the parameter at `slot`."""
-        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
+        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._trackers[slot]
 
     def apply_user_grads(self) -> None:
         """Apply the user's changes to published ``.grad`` attributes.
@@ -72,11 +72,11 @@ class GradAttribute:
             RuntimeError: a ``.grad`` was replaced although it has unreduced contributions.
         """
         gradients = self.gradients
-        if self._withheld:
+        if self._hidden:
             return
         dropped, replaced = [], []
         for slot, member in enumerate(self.members):
-            tracker, gradient = self._watches[slot], member.sharded.grad
+            tracker, gradient = self._trackers[slot], member.sharded.grad
             is_published = self._is_ours(slot, gradient)
             if tracker.was_zeroed:
                 tracker.was_zeroed = False
@@ -110,10 +110,10 @@ class GradAttribute:
         A loss may use ``p.to_local()`` (this rank's rows), for example in a penalty. Autograd would then add to
         ``.grad`` if it were still set.
         """
-        assert not self._withheld
-        for member, tracker in zip(self.members, self._watches, strict=True):
+        assert not self._hidden
+        for member, tracker in zip(self.members, self._trackers, strict=True):
             has_gradient = member.sharded.grad is not None
-            self._withheld.append((has_gradient, tracker.access_error))
+            self._hidden.append((has_gradient, tracker.access_error))
             tracker.access_error = _IN_BACKWARD
             if has_gradient:
                 member.sharded.grad = None
@@ -134,22 +134,22 @@ class GradAttribute:
         gradient.
         """
         self.gradients.final.storage.wait_for_host()
-        for tracker in self._watches:
+        for tracker in self._trackers:
             tracker.access_error = None
 
     def unhide(self) -> None:
         """Restore each ``.grad`` that :meth:`hide` has removed."""
-        hidden, self._withheld = self._withheld, []
+        hidden, self._hidden = self._hidden, []
         for slot, (had_gradient, forbidden) in enumerate(hidden):
-            self._watches[slot].access_error = forbidden
+            self._trackers[slot].access_error = forbidden
             if had_gradient:
                 self.members[slot].sharded.grad = self._gradient_of(slot)
 
     def _gradient_of(self, slot: int) -> RowShardedTensor:
-        if slot not in self._shown:
+        if slot not in self._published:
             member = self.members[slot]
-            self._shown[slot] = sharded(self.gradients.final.part(slot), member.spec, self._watches[slot])
-        return self._shown[slot]
+            self._published[slot] = sharded(self.gradients.final.part(slot), member.spec, self._trackers[slot])
+        return self._published[slot]
 
 
 _UNREDUCED = (

@@ -16,7 +16,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.streams import make_reduction_streams
 from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
-from layerzero.engine.gathered_params import take_flag
+from layerzero.engine.gathered_params import consume_main_grad_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
 from layerzero.engine.handle_gradients import HandleGradients
@@ -197,7 +197,7 @@ class GradientReducer:
                 grad_attribute.unhide()
             for member in grad_attribute.members:
                 member.gathered.grad = None
-                take_flag(member.gathered)
+                consume_main_grad_flag(member.gathered)
         self.queue.trim()  # abort() has released buffers
 
     def close(self) -> None:

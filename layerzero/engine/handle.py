@@ -15,7 +15,7 @@ from layerzero.config import Precision
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
+from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
@@ -203,7 +203,7 @@ class Handle:
         """
         self.layout = layout
         self.weights.change_layout(layout)
-        self.tracker = self.tracker.replace_for_new_storage(MOVED)
+        self.tracker = self.tracker.replace_for_new_storage(STALE_ROWS_MESSAGE)
         for slot, member in zip(layout.slots, self.members, strict=True):
             member.change_rows(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)
         if self.gradients is not None:
@@ -377,7 +377,7 @@ class Handle:
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
         unfrozen = (member.name for member in self.members if member.sharded.requires_grad)
-        return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in unfrozen), None)
+        return next((ValueError(FROZEN_DTYPE_MESSAGE.format(name, self.precision.master)) for name in unfrozen), None)
 
     def apply_requires_grad(self) -> None:
         """Copy ``requires_grad`` from sharded to gathered parameters, and update which gradients are expected."""

@@ -11,7 +11,7 @@ import torch
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.unit import Unit
 
-__all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
+__all__ = ["ParamView", "active_view", "refuse_gradients", "refuse_sharded"]
 
 
 class ParamView(enum.Enum):
@@ -46,7 +46,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 
 @contextmanager
-def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
+def active_view(views: list[ParamView], view: ParamView) -> Iterator[None]:
     """Context manager that appends `view` to `views`, the active views of a model, and removes it on exit."""
     views.append(view)
     try:

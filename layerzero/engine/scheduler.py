@@ -46,7 +46,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
 from layerzero.engine.call_context import in_backward, is_called, is_recursive_call, refuse_transforms
-from layerzero.engine.gathered_params import FLAG, take_flag
+from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle
 from layerzero.engine.micro_batches import NoSyncHint
@@ -533,7 +533,7 @@ class Scheduler(Closable):
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
-        wrote_main_grad = getattr(leaf, FLAG, False) and take_flag(leaf)
+        wrote_main_grad = getattr(leaf, FLAG, False) and consume_main_grad_flag(leaf)
         if gradient is None:  # the parameter was frozen after its forward pass, so torch drops the gradient
             if wrote_main_grad and gradients is not None:
                 gradients.incoming.withdraw([slot])

@@ -33,7 +33,7 @@ from layerzero.layout.shard_grid import Extent
 
 __all__ = ["ScratchBuffers", "buffer_demand", "plan_scratch"]
 
-_UNREAD = 2  # number of buffers of a size that may still be read when the next gradients arrive
+_BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read when the next gradients arrive
 
 
 class ScratchBuffers(NamedTuple):
@@ -60,22 +60,24 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer in which they arrive.
     arriving = [handle for handle in trained if not handle.reduction_spec.sends_accumulator]
-    incoming = [handle for handle in arriving if handle.incoming_numel == handle.sent_numel]
-    for size, members in _group_by_size(incoming, lambda handle: handle.incoming_numel).items():
+    incoming = [handle for handle in arriving if handle.incoming_size == handle.sent_size]
+    for size, members in _group_by_size(incoming, lambda handle: handle.incoming_size).items():
         in_flight = _max_receiving_at_once(members, handles) + first - 1
-        outgoing[size] += min(len(members) + 1, in_flight + _UNREAD) if in_place else min(len(members), in_flight)
+        outgoing[size] += (
+            min(len(members) + 1, in_flight + _BUFFERS_STILL_READ) if in_place else min(len(members), in_flight)
+        )
     # Incoming gradients that are rounded to the wire dtype, in buffers that are released before the copies are sent.
     for size, members in _group_by_size(
-        [handle for handle in arriving if handle not in incoming], lambda handle: handle.incoming_numel
+        [handle for handle in arriving if handle not in incoming], lambda handle: handle.incoming_size
     ).items():
         plan.scratch[size] += _max_receiving_at_once(members, handles)
     # Copies of gradients that cannot be sent in place, and receive buffers.
     for size, members in _group_by_size(
-        [handle for handle in trained if handle not in incoming], lambda handle: handle.sent_numel
+        [handle for handle in trained if handle not in incoming], lambda handle: handle.sent_size
     ).items():
         copied = [handle for handle in members if not _is_sent_in_place(handle, config, where, is_hop1=handle in hop1)]
         if in_place and members[0] in hop1:
-            outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
+            outgoing[size] += min(len(copied) + 1, first + _BUFFERS_STILL_READ) if copied else 0
         else:
             plan.scratch[size] += min(len(copied), first)
     received = [handle for handle in trained if not (in_place and handle in hop1)]
@@ -145,7 +147,7 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, trai
         nbytes = max(nbytes, bytes_of_buffers(together))
     if traits.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
         fresh = Counter(_new_weights_size(handle, traits) for handle in handles if handle.trainable)
-        scratch |= Counter({size: min(count, _UNREAD) for size, count in fresh.items()})
+        scratch |= Counter({size: min(count, _BUFFERS_STILL_READ) for size, count in fresh.items()})
         nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in fresh), 0)
     return ScratchBuffers(scratch, Counter(), nbytes)
 
@@ -171,7 +173,7 @@ def _incoming_sizes(handle: HandleSpec, config: LayerZeroConfig, traits: RankTra
     """Return the sizes of the scratch buffers in which the gradients of a handle on a device arrive."""
     if not handle.reduction_spec.stages:
         return _sizes_on_device(handle, config, traits)
-    return [] if handle.reduction_spec.sends_accumulator else [handle.incoming_numel]
+    return [] if handle.reduction_spec.sends_accumulator else [handle.incoming_size]
 
 
 def _new_weights_size(handle: HandleSpec, traits: RankTraits) -> Size:

@@ -77,11 +77,11 @@ class HandleSpec:
         return self.reduction_spec.separate_dtype or self.precision.master
 
     @property
-    def incoming_numel(self) -> Size:
+    def incoming_size(self) -> Size:
         return self.layout.numel, self.reduction_spec.incoming_dtype
 
     @property
-    def sent_numel(self) -> Size:
+    def sent_size(self) -> Size:
         """Number of elements that the first stage sends, and their dtype."""
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 

@@ -18,7 +18,7 @@ from layerzero.sharding.module_methods import register_forward_method
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "let_generate", "lightning_dtype"]
+__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "register_generate"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -85,10 +85,10 @@ class Settings:
         settings.setdefault("units", AUTO if block_classes(model) else None)
         settings.setdefault("zero3_size", node_size)
         settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
-        return let_generate(shard_model(model, **settings))
+        return register_generate(shard_model(model, **settings))
 
 
-def let_generate(model: nn.Module) -> nn.Module:
+def register_generate(model: nn.Module) -> nn.Module:
     """If the model is an encoder-decoder model, register its ``generate`` as a forward method. Return the model.
 
     The ``generate`` of these models calls the encoder outside the root's forward, so the root must be gathered during

@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from layerzero import checkpoint
 from layerzero.config import AUTO
-from layerzero.integrations.common import let_generate
+from layerzero.integrations.common import register_generate
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
 
@@ -61,7 +61,7 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
     checkpoint.load_safetensors(folder, model, rename=_rename_function(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return let_generate(model).eval()
+    return register_generate(model).eval()
 
 
 def _rename_function(model: Any) -> Callable[[str], str]:

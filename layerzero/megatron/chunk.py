@@ -95,7 +95,7 @@ class ShardedChunk(nn.Module):
             for parameter in self.parameters():
                 del parameter.main_grad  # type: ignore[attr-defined]
 
-    def show_whole_gradients(self) -> None:
+    def set_full_main_grads(self) -> None:
         """Set each parameter's ``main_grad`` to its full final gradient, for ``--save-wgrads-interval``.
 
         Only the first data-parallel rank writes the file. On that rank, ``main_grad`` is in host memory. On the other

@@ -58,7 +58,7 @@ class FinalizeGradients:
             self._divide_by(num_tokens, model)
         if force_all_reduce:
             for chunk in model:
-                chunk.show_whole_gradients()
+                chunk.set_full_main_grads()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
         """Sum or average the gradients of parameters that are replicated over tensor-parallel ranks.

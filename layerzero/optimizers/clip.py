@@ -13,7 +13,7 @@ from layerzero.comm.collectives import all_reduce_group
 from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.wrapped_optimizer import note_edits
+from layerzero.optimizers.wrapped_optimizer import record_writes
 
 __all__ = ["clip_grad_norm_"]
 
@@ -74,7 +74,7 @@ def clip_grad_norm_(
     for runtime in runtimes.values():
         gradients = _gradients(runtime)
         if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
-            note_edits(gradients)
+            record_writes(gradients)
             torch._foreach_mul_(shards, coefficient.to(shards[0].device))
         runtime.gradients.scale_residuals(coefficient)
     return total

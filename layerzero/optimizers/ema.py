@@ -17,7 +17,7 @@ from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, viewing
+from layerzero.engine.param_view import ParamView, active_view
 from layerzero.layout.flat_layout import FlatLayout
 
 __all__ = ["EMA", "own_rows"]
@@ -147,7 +147,7 @@ class EMA:
             )
         masters = [handle.weights.master.clone() for handle in self._handles]
         try:
-            with viewing(runtime.status.active_views, ParamView.EMA):
+            with active_view(runtime.status.active_views, ParamView.EMA):
                 self._write_masters(self._averages)
                 yield
         finally:

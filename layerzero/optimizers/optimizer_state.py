@@ -16,7 +16,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.owner_step import OwnedParam
 
 __all__ = [
-    "HOW",
+    "IMPLEMENTATION_SETTINGS",
     "Holder",
     "as_one_row",
     "is_comparable_on_host",
@@ -48,7 +48,12 @@ def to_public_value(value: Any, holder: Holder) -> Any:
     return value
 
 
-HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # group settings that do not change the results
+IMPLEMENTATION_SETTINGS = (
+    "foreach",
+    "fused",
+    "capturable",
+    "is_expert_parallel",
+)  # group settings that do not change the results
 
 
 def is_comparable_on_host(value: Any) -> bool:

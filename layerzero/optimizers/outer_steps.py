@@ -57,7 +57,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.layout.fragments import divide_into_fragments, start_positions
 from layerzero.optimizers.ema import own_rows
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.optimizers.wrapped_optimizer import note_edits
+from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.utils.bit_sums import sum64
 
 __all__ = ["OuterSteps", "outer"]
@@ -419,7 +419,7 @@ class OuterSteps:
         all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
         flat.div_(self._comm.size)
         torch._foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
-        note_edits(gradient for gradient in gradients if gradient is not None)
+        record_writes(gradient for gradient in gradients if gradient is not None)
 
     def _require_usable(self) -> None:
         """Raise RuntimeError if a view is active, a load has failed, or layouts or trainable handles have changed."""

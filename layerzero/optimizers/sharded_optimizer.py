@@ -31,7 +31,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import refuse_dtypes, refuse_host, with_preparation
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.optimizer_state import (
-    HOW,
+    IMPLEMENTATION_SETTINGS,
     Holder,
     as_one_row,
     is_comparable_on_host,
@@ -54,7 +54,7 @@ from layerzero.optimizers.wrapped_optimizer import (
     OptimizerProxy,
     StepCounter,
     WriteDetector,
-    note_edits,
+    record_writes,
     reduced_grad_rows,
     require_one_kind,
     require_unedited,
@@ -219,7 +219,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
         """Return the hyperparameters of each group that must be the same on all ranks, sorted by name."""
-        names = sorted(set(self.defaults) - set(HOW))
+        names = sorted(set(self.defaults) - set(IMPLEMENTATION_SETTINGS))
         return [
             [(name, to_float(group[name])) for name in names if name in group and is_comparable_on_host(group[name])]
             for group in self.param_groups
@@ -277,7 +277,7 @@ class ShardedOptimizer(OptimizerProxy):
         parameters = [member.sharded for member in self._member_at.values()]
         writes = WriteDetector(
             chain.from_iterable(self._masters),
-            partial(note_edits, parameters),
+            partial(record_writes, parameters),
             refusal if ParamView.EMA in self._runtime.status.active_views else None,
         )
         with self._use_masters_in_groups(reduced_grad_rows), writes:
@@ -562,7 +562,11 @@ class ShardedOptimizer(OptimizerProxy):
             if not names & set(saved["params"]):
                 continue
             missing -= set(saved["params"])
-            settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
+            settings = {
+                key: value
+                for key, value in saved.items()
+                if key not in ("params", "param_names", *IMPLEMENTATION_SETTINGS)
+            }
             if merged is not None and (
                 different := sorted(key for key in merged | settings if settings_differ(merged, settings, key))
             ):

@@ -24,7 +24,7 @@ __all__ = [
     "OptimizerProxy",
     "StepCounter",
     "WriteDetector",
-    "note_edits",
+    "record_writes",
     "reduced_grad_rows",
     "require_one_kind",
     "require_unedited",
@@ -254,7 +254,7 @@ def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
     return None if is_pending else plain(gradient)
 
 
-def note_edits(parameters: Iterable[Tensor]) -> None:
+def record_writes(parameters: Iterable[Tensor]) -> None:
     """Record a write to sharded parameters or gradients that their mutation trackers cannot detect by themselves."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)

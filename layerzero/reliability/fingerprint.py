@@ -38,7 +38,7 @@ __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
 _SHOWN = 8  # maximum number of elements per entry that are listed
 _UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _kind_and_replicas
-_KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
+_STATE_OF_FLAG = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
         master_bits = as_integers(cast_masters)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     own_states = torch.tensor(
-        [_KNOWN[masters_unchanged.get(name)] for name in names], dtype=torch.uint8, device=shard.device
+        [_STATE_OF_FLAG[masters_unchanged.get(name)] for name in names], dtype=torch.uint8, device=shard.device
     )
     states = own_states.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
@@ -223,7 +223,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
     if master_bits is not None:
         differs |= copies[0] != master_bits
     positions = differs.nonzero().view(-1).tolist()
-    owner_of = _Owners(handle, mesh_info)
+    owner_of = _PositionLookup(handle, mesh_info)
     elements: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
     for position in positions[: 64 * _SHOWN]:
         values = copies[:, position].tolist()
@@ -296,7 +296,7 @@ def _format_elements(elements: Sequence[int]) -> str:
     return f"element{'s' * (len(elements) > 1)} {', '.join(map(str, elements[:_SHOWN]))}{more}"
 
 
-class _Owners:
+class _PositionLookup:
     """Map from positions in this rank's ZeRO-3 shard of a handle to the replica and the parameter at each position."""
 
     def __init__(self, handle: Handle, mesh_info: MeshInfo) -> None:

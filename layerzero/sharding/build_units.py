@@ -23,7 +23,7 @@ from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
-from layerzero.engine.gathered_params import keeps_order
+from layerzero.engine.gathered_params import is_row_major
 from layerzero.engine.handle import Handle
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
@@ -38,13 +38,13 @@ from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describ
 __all__ = [
     "build_unit",
     "can_encode_refreshes",
-    "check_buffers",
     "check_codec",
     "check_meta_init",
     "check_refresh_codec",
     "check_refresh_dtypes",
     "parts_to_compare",
     "plan_handles",
+    "require_broadcastable_buffers",
     "require_equal_encoded_sizes",
     "settings_to_compare",
 ]
@@ -95,7 +95,7 @@ def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     }
 
 
-def check_buffers(plans: Sequence[UnitDefinition]) -> None:
+def require_broadcastable_buffers(plans: Sequence[UnitDefinition]) -> None:
     """Raise ValueError if a buffer cannot be broadcast from rank 0."""
     for plan in plans:
         for module, module_name in plan.modules.items():
@@ -309,7 +309,7 @@ def plan_handles(
         strided = {
             info.name: local_part(info.parameter).numel() * precision.compute.itemsize
             for info in members
-            if not keeps_order(local_part(info.parameter))
+            if not is_row_major(local_part(info.parameter))
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)

@@ -48,13 +48,13 @@ from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
     build_unit,
     can_encode_refreshes,
-    check_buffers,
     check_codec,
     check_meta_init,
     check_offload,
     check_refresh_codec,
     parts_to_compare,
     plan_handles,
+    require_broadcastable_buffers,
     require_equal_encoded_sizes,
     settings_to_compare,
 )
@@ -284,7 +284,7 @@ def shard_model(
         check_refresh_codec(plans, config, root)
         check_offload(plans, config)
         if sync_module_states:
-            check_buffers(plans)
+            require_broadcastable_buffers(plans)
         fields = settings_to_compare(model, plans, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error

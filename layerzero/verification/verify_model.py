@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.difference_codecs import Int4Difference
-from layerzero.comm.gather_text import need_numpy
+from layerzero.comm.gather_text import require_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.sharding.shard_model import shard_model
@@ -152,7 +152,7 @@ def verify(
         print(report)
         assert report.ok
     """
-    need_numpy("layerzero.verify")
+    require_numpy("layerzero.verify")
     check_arguments(steps=steps, micro_batches=micro_batches, tolerance=tolerance, timeout=timeout, settings=settings)
     loss_fn = loss_of_output if loss_fn is None else loss_fn
     optimizer_fn = default_optimizer if optimizer_fn is None else optimizer_fn

@@ -128,7 +128,7 @@ class SharedBufferPool(BufferPool):
     def _grow(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         try:
-            self._memory.mark_committed(self._used + nbytes)
+            self._memory.commit(self._used + nbytes)
         except OSError as error:
             raise RuntimeError(
                 f"the shared memory of the ranks of a ZeRO-3 group cannot grow by {nbytes} bytes for gradients: "

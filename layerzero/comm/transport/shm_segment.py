@@ -126,7 +126,7 @@ class SharedSegment:
         start, stop = share * self.rank, min(share * (self.rank + 1), round_up_to_pages(self.region.common))
         if start < stop:
             os.posix_fallocate(self._file, self._common_start + start, stop - start)
-        self.mark_committed(self.region.predicted)
+        self.commit(self.region.predicted)
         self.counters.increment(_PROOF)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class SharedSegment:
         behind = self.counters.ranks_below(_PROOF, 1)
         return f"writes of other ranks are not visible here (indices {behind} in the ZeRO-3 group)" if behind else None
 
-    def mark_committed(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """Allocate the first `nbytes` of this rank's part.
 
         Raises:
