@@ -63,7 +63,12 @@ class Loopback(dist.ProcessGroup):
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
     def _launch(
-        self, deliver: Callable[[], object], outputs: Sequence[Tensor], inputs: Sequence[Tensor], passes: int = 1
+        self,
+        deliver: Callable[[], object],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        passes: int = 1,
     ) -> Any:
         """Launch a collective.
 
@@ -71,15 +76,14 @@ class Loopback(dist.ProcessGroup):
             deliver: function that fills the outputs.
             outputs: tensors that the collective writes.
             inputs: tensors that it reads.
+            opts: torch's options of the collective.
             passes: how often the data travels around the group, which is 2 for an all-reduce.
         """
         if not outputs[0].is_cuda:
             deliver()
             return LoopbackWork(None, ())
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        stream = self._stream_of(opts)
+        with torch.cuda.stream(stream), torch.no_grad():
             if self.delays:
                 sent = {tensor.data_ptr() for tensor in inputs}
                 for output in outputs:
@@ -87,36 +91,46 @@ class Loopback(dist.ProcessGroup):
                         output.fill_(torch.nan)
                 torch.cuda._sleep(self._random.randrange(self._CYCLES))
             deliver()
-            return LoopbackWork(self._stream.record_event(), [*outputs, *inputs])
+            return LoopbackWork(stream.record_event(), [*outputs, *inputs])
+
+    def _stream_of(self, opts: Any) -> torch.cuda.Stream:
+        """Return the stream of a collective. As with NCCL, this is the current stream if the call is synchronous."""
+        current = torch.cuda.current_stream()
+        if not opts.asyncOp:
+            return current
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        self._stream.wait_stream(current)
+        return self._stream
 
     # Collectives
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         pieces = output.chunk(self.size())
-        return self._launch(lambda: _copy(pieces, [tensor] * len(pieces)), pieces, [tensor])
+        return self._launch(lambda: _copy(pieces, [tensor] * len(pieces)), pieces, [tensor], opts)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
-        return self._launch(lambda: _copy(outputs[0], tensors * len(outputs[0])), outputs[0], tensors)
+        return self._launch(lambda: _copy(outputs[0], tensors * len(outputs[0])), outputs[0], tensors, opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         own = tensor.chunk(self.size())[self.rank()]
-        return self._launch(lambda: torch.mul(own, self.size(), out=output), [output], [tensor])
+        return self._launch(lambda: torch.mul(own, self.size(), out=output), [output], [tensor], opts)
 
     def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
         received = output.split(outputs) if outputs else output.chunk(self.size())
         sent = tensor.split(inputs) if inputs else tensor.chunk(self.size())
-        return self._launch(lambda: _copy(received, [sent[self.rank()]] * len(received)), received, [tensor])
+        return self._launch(lambda: _copy(received, [sent[self.rank()]] * len(received)), received, [tensor], opts)
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         own = tensors[self.rank()]
-        return self._launch(lambda: _copy(outputs, [own] * len(outputs)), outputs, tensors)
+        return self._launch(lambda: _copy(outputs, [own] * len(outputs)), outputs, tensors, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         factor = self.size() if opts.reduceOp == dist.ReduceOp.SUM else 1
-        return self._launch(lambda: tensors[0].mul_(factor), tensors, tensors, passes=2)
+        return self._launch(lambda: tensors[0].mul_(factor), tensors, tensors, opts, passes=2)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._launch(lambda: None, tensors, tensors)
+        return self._launch(lambda: None, tensors, tensors, opts)
 
     def barrier(self, opts: Any) -> Any:
         return LoopbackWork(None, ())
@@ -170,20 +184,23 @@ class ModeledNetwork(Loopback):
         cls.cycles_per_second = cycles / begin.elapsed_time(end) * 1e3
 
     def _launch(
-        self, deliver: Callable[[], object], outputs: Sequence[Tensor], inputs: Sequence[Tensor], passes: int = 1
+        self,
+        deliver: Callable[[], object],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        passes: int = 1,
     ) -> Any:
         if not (outputs[0].is_cuda and outputs[0].is_floating_point()):
-            return super()._launch(deliver, outputs, inputs, passes)
+            return super()._launch(deliver, outputs, inputs, opts, passes)
         if self.machine is None:
             return LoopbackWork(None, ())
         larger = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (outputs, inputs))
         seconds = self._seconds(passes * larger * (self.size() - 1) / self.size(), passes)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._stream_of(opts)
+        with torch.cuda.stream(stream):
             torch.cuda._sleep(int(seconds * self.cycles_per_second))
-            return LoopbackWork(self._stream.record_event(), [*outputs, *inputs])
+            return LoopbackWork(stream.record_event(), [*outputs, *inputs])
 
     def _seconds(self, sent: float, passes: int) -> float:
         """Return the time of a collective in which each rank sends `sent` bytes, if no other uses its links."""

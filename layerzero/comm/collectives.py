@@ -16,6 +16,12 @@ NCCL has no all-gather or reduce-scatter for unequal parts. torch replaces them 
 rank, which run one after the other. Unequal parts are therefore exchanged with a single all-to-all, in which all pairs
 of ranks communicate at the same time. The receiving rank adds the parts of a reduction.
 
+[Note: Reductions on their stream]
+On a device, the engine launches each reduction on a stream that waits for it immediately. The reduction therefore needs
+no stream of its own. With ``async_op=False``, NCCL runs it on the current stream, without the events that lead to and
+from NCCL's stream. Other backends of devices make the current stream wait. There is then no transfer to wait for. gloo
+would block the host and is the exception.
+
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
 rank's piece. Between two ranks, one broadcast from each rank directly into the output sends the same number of bytes
@@ -44,6 +50,7 @@ from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
+from layerzero.device.accelerator import device_module
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError
@@ -93,6 +100,7 @@ class Communicator:
     rank: int
     is_gloo: bool  # see [Note: In-place gathers]
     sums_locally: bool  # True if ranks add the parts of reductions themselves; see [Note: Reductions in fp32]
+    reduces_on_stream: bool = False  # see [Note: Reductions on their stream]
 
     @classmethod
     def over(
@@ -116,6 +124,7 @@ class Communicator:
             rank=dist.get_rank(held_group.group),
             is_gloo=is_gloo,
             sums_locally=sums_locally or is_gloo,
+            reduces_on_stream=not is_gloo and device_module(torch.device(device_type)) is not None,
         )
 
     @property
@@ -148,6 +157,10 @@ class LaunchedCollective:
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
+        """Return the pending collective that consists of `each`. There are no transfers if the current stream runs it.
+
+        See [Note: Reductions on their stream].
+        """
         if self.trace is not None:
             self.trace.record_completions(each)
         works = PendingCollective(each, self)
@@ -379,20 +392,26 @@ def reduce_scatter(
         received = pool.acquire(numel * comm.size if sums_locally else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if sums_locally:
-            work = dist.all_to_all_single(
+            works = _run_reduction(
+                comm,
+                dist.all_to_all_single,
                 received,
                 flat,
                 output_split_sizes=None if parts is None else [numel] * comm.size,
                 input_split_sizes=None if parts is None else list(parts),
-                group=comm.group,
-                async_op=True,
             )
             summands = received.view(comm.size, numel).unbind()
         else:
-            work = _reduce_scatter_flat(received, flat, group=comm.group, async_op=True)
+            works = _run_reduction(comm, _reduce_scatter_flat, received, flat)
         return PendingReduction(
-            issued.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
+            issued.attach_transfers(*works), flat, lambda: summands, wire, partial(pool.release, received)
         )
+
+
+def _run_reduction(comm: Communicator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Transfer, ...]:
+    """Call a collective of torch.distributed, and return its transfer. See [Note: Reductions on their stream]."""
+    work = function(*args, **kwargs, group=comm.group, async_op=not comm.reduces_on_stream)
+    return () if work is None else (work,)
 
 
 def encoded_reduce_scatter(
@@ -445,7 +464,7 @@ def encoded_reduce_scatter(
                         codec.encode_with_feedback(exact, blocks[index], message, errors[index])
                     else:
                         codec.encode(exact, blocks[index], message)
-            work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
+            works = _run_reduction(comm, dist.all_to_all_single, received, sent, from_each, to_each)
         except BaseException:
             release_buffers()
             raise
@@ -456,7 +475,7 @@ def encoded_reduce_scatter(
                 codec.decode(part[: sizes[rank]], blocks[rank], out)
         return summands
 
-    return PendingReduction(issued.attach_transfers(work), flat, decode_parts, None, release_buffers)
+    return PendingReduction(issued.attach_transfers(*works), flat, decode_parts, None, release_buffers)
 
 
 def encoded_buffer_sizes(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:

@@ -6,10 +6,11 @@ by events: one stream waits for an event of another stream. All operations of a 
 point in the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
 a collective affects only when these operations run.
 
-On a device, these streams are device streams. The host enqueues operations and does not wait. gloo's `wait` blocks the
-calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the host waits when it
-needs a result. Other CPU backends may require the same order of collectives across all of their groups. With these
-backends, each operation therefore runs as soon as it is enqueued.
+On a device, these streams are device streams, one for each communicator of reductions. They have a high priority, so
+that the computation does not delay the launch of a collective. The host enqueues operations and does not wait. gloo's
+`wait` blocks the calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the
+host waits when it needs a result. Other CPU backends may require the same order of collectives across all of their
+groups. With these backends, each operation therefore runs as soon as it is enqueued.
 
 [Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.
@@ -49,6 +50,7 @@ __all__ = [
     "ThreadStream",
     "ThreadStreams",
     "Waitable",
+    "Waiting",
     "make_reduction_streams",
 ]
 
@@ -86,13 +88,12 @@ class Stream(ABC):
 
 
 class ReductionStreams(ABC):
-    """Streams on which a model's reductions run: `launches`, `zero3` (results of hop 1), `replica` (results of hop 2).
+    """Streams on which a model's reductions run: `zero3` for hop 1, and `replica` for hop 2.
 
-    Each stream waits for events of the streams that precede it in this list. `launches` also waits for events of
-    `zero3`.
+    `replica` waits for events of `zero3`. If threads act as streams, they wait for collectives and add their results.
+    The host launches the first collective of each reduction, and `zero3` launches each hop 2 that follows a hop 1.
     """
 
-    launches: Stream
     zero3: Stream
     replica: Stream
     off_main_thread = False  # True if background threads wait for collectives instead of the main thread
@@ -282,7 +283,7 @@ class ThreadStreams(ReductionStreams):
     def __init__(self) -> None:
         self._failures = _Failures()
         zero3, replica = (ThreadStream(name, self._failures) for name in ("zero3", "replica"))
-        self.launches, self.zero3, self.replica = _ImmediateStream(), zero3, replica
+        self.zero3, self.replica = zero3, replica
         self._threads = (zero3, replica)
         self._launcher = zero3.thread  # thread that launches each hop 2 that follows a hop 1
         for stream in self._threads:
@@ -346,7 +347,7 @@ class ImmediateStreams(ReductionStreams):
     """Reduction streams that run each operation immediately in the calling thread, without overlap."""
 
     def __init__(self) -> None:
-        self.launches = self.zero3 = self.replica = _ImmediateStream()
+        self.zero3 = self.replica = _ImmediateStream()
 
     def gradients_ready(self) -> Waitable:
         return _COMPLETED
@@ -373,7 +374,7 @@ class _DeviceEvents:
 class _DeviceStream(Stream):
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
-        self._stream = module.Stream(device)
+        self._stream = module.Stream(device, priority=-1)
 
     def run(self, operation: Operation) -> None:
         with self._module.stream(self._stream):
@@ -402,9 +403,8 @@ class DeviceStreams(ReductionStreams):
     def __init__(self, device: torch.device) -> None:
         self._module = device_module(device)
         self._first_stream = self._module.current_stream()
-        self.launches = _DeviceStream(self._module, device)
-        self._adding = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
-        self.zero3, self.replica = self._adding
+        self._both = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
+        self.zero3, self.replica = self._both
 
     def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
@@ -412,11 +412,11 @@ class DeviceStreams(ReductionStreams):
         return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:
-        for stream in self._adding:
+        for stream in self._both:
             stream.keep_until_done(tensor)
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for stream in (self.launches, self.zero3, self.replica):
+        for stream in self._both:
             stream.record_event().wait()
         for events in marks:
             events.clear()

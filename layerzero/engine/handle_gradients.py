@@ -33,7 +33,7 @@ from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.streams import ReductionStreams, Waitable
+from layerzero.device.streams import ReductionStreams, Stream, Waitable, Waiting
 from layerzero.engine.gradient_buffer import GradientBuffer
 from layerzero.engine.gradient_storage import (
     AliasedStorage,
@@ -191,7 +191,7 @@ class HandleGradients:
 
     @property
     def residual_to_scale(self) -> Tensor | None:
-        """Errors of messages whose gradient no step has used yet, or None if there are none."""
+        """Residuals of messages whose gradients no optimizer step has used yet. None if there are none."""
         return self.residual if self._residual_state is ResidualState.PENDING else None
 
     def record_step(self, slots: Iterable[int]) -> None:
@@ -469,21 +469,53 @@ class HandleReduction:
         on timing.
         """
         self._streams = streams
-        counters, label = self.gradients.mesh_info.counters, self.gradients.label
-        stream = streams.launches
-        stream.wait_event(streams.gradients_ready())
-        if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
-            stream.wait_event(streams.zero3.record_event(partial(record_wait, counters, Collective.HOP1)))
-        stream.run(partial(self._launch, self._stages[0], is_first=True))
-        for number, (stage, next_stage) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
-            launch_event = stream.record_event()
-            stream = streams.zero3 if stage.collective is Collective.HOP1 else streams.replica
-            stream.wait_event(launch_event)
-            stream.wait_event(self)
-            stream.run(partial(self._launch_next, stage, next_stage))
-            waiting = partial(record_wait, counters, stage.collective, label, self._issued, number)
-            self.finished_events.append(stream.record_event(waiting))
+        if streams.host_is_ahead:
+            self._submit_to_device(streams)
+        else:
+            self._submit_to_threads(streams)
         self.gradients.reduction = self.finished_events[-1]
+
+    def _submit_to_device(self, streams: ReductionStreams) -> None:
+        """Enqueue each stage on its stream, which runs the collective and then adds the result."""
+        ready = streams.gradients_ready()
+        for number, stage in enumerate(self._stages):
+            stream = self._stream_of(stage)
+            stream.wait_event(ready)
+            if number == 0 and self._follows_earlier_hop1:
+                stream.wait_event(streams.zero3.record_event())
+            stream.run(partial(self._launch, stage, is_first=number == 0))
+            stream.wait_event(self)
+            stream.run(partial(self._add_received, stage))
+            ready = stream.record_event(self._waiting(number))
+            self.finished_events.append(ready)
+
+    def _submit_to_threads(self, streams: ReductionStreams) -> None:
+        """Launch the first collective, and let the threads add its result and process the remaining stages."""
+        streams.gradients_ready()
+        if self._follows_earlier_hop1:
+            waiting = partial(record_wait, self.gradients.mesh_info.counters, Collective.HOP1)
+            streams.zero3.record_event(waiting).wait()
+        self._launch(self._stages[0], is_first=True)
+        for number, (stage, next_stage) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
+            stream = self._stream_of(stage)
+            if number:
+                stream.wait_event(self.finished_events[-1])  # the previous stage has then launched this one
+            stream.wait_event(self)
+            stream.run(partial(self._add_received, stage, next_stage))
+            self.finished_events.append(stream.record_event(self._waiting(number)))
+
+    @property
+    def _follows_earlier_hop1(self) -> bool:
+        """True if the reduction begins with hop 2 and must wait for hop 1 of earlier reductions."""
+        return self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1
+
+    def _stream_of(self, stage: ReductionStage) -> Stream:
+        return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
+
+    def _waiting(self, number: int) -> Waiting:
+        """Return a function whose context records the host's wait for the stage with the index `number`."""
+        gradients, collective = self.gradients, self._stages[number].collective
+        return partial(record_wait, gradients.mesh_info.counters, collective, gradients.label, self._issued, number)
 
     # Operations that run on the streams
 
@@ -497,12 +529,12 @@ class HandleReduction:
                 self._end_leases()
                 raise
 
-    def _launch_next(self, stage: ReductionStage, next_stage: ReductionStage | None) -> None:
-        """Add a collective's result and launch the next one, without releasing the accumulator's slab in between."""
+    def _add_received(self, stage: ReductionStage, next_stage: ReductionStage | None = None) -> None:
+        """Add a collective's result, and launch `next_stage` without releasing the accumulator's slab in between."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
-                self._add_result(stage, pending, is_last=next_stage is None)
+                self._add_result(stage, pending)
                 if next_stage is not None:
                     self._launch(next_stage, is_first=False)
 
@@ -558,8 +590,8 @@ class HandleReduction:
             )
         return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
-    def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
-        gradients, final = self.gradients, self.gradients.final
+    def _add_result(self, stage: ReductionStage, pending: PendingReduction) -> None:
+        gradients, final, is_last = self.gradients, self.gradients.final, self._is_last(stage)
         target = gradients.target_buffer(stage, is_last=is_last)
         try:
             if target is final:

@@ -14,8 +14,8 @@ time:
 
 A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
 each communicator has one order of launches, which does not depend on when gradients arrive or how long collectives
-take. Collectives on different communicators overlap. On a device, all launches form a single sequence, in which hop 1
-and hop 2 alternate, handle by handle.
+take. Collectives on different communicators overlap. On a device, the host enqueues all collectives in a single
+sequence, in which hop 1 and hop 2 alternate, handle by handle.
 
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a

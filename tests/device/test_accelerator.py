@@ -91,8 +91,8 @@ def _streams(rank: int) -> int:
 
 
 def test_a_model_has_no_more_streams_than_communicators() -> None:
-    # The backend's streams, since its groups connect when the model is built; and one of layerzero for each of them.
-    assert run_ranks(_streams, world_size=4) == [3 + 3] * 4, "gathers, hop 1, the replica axis"
+    # The backend's streams, since its groups connect when the model is built; and those on which layerzero reduces.
+    assert run_ranks(_streams, world_size=4) == [3 + 2] * 4, "gathers, hop 1, the replica axis; hop 1, hop 2"
 
 
 def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:

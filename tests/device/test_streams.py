@@ -237,6 +237,51 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
         assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"
 
 
+def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
+    """Return the numbers of recorded events and of waits per reduction of the last of three steps."""
+    register()
+    mesh, counts = mesh_on(NAME, 2), [0, 0]
+    record, wait, start = Stream.record_event, Stream.wait_event, ReductionQueue._start_reduction
+    per_reduction: list[tuple[int, int]] = []
+
+    def recording(stream: Stream) -> Event:
+        counts[0] += 1
+        return record(stream)
+
+    def waiting(stream: Stream, event: Event) -> None:
+        counts[1] += 1
+        wait(stream, event)
+
+    def starting(queue: ReductionQueue, *args: Any) -> None:
+        counts[:] = 0, 0
+        start(queue, *args)
+        per_reduction.append((counts[0], counts[1]))
+
+    with Device().installed():
+        model = _shard(mesh)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        with (
+            mock.patch.object(Stream, "record_event", recording),
+            mock.patch.object(Stream, "wait_event", waiting),
+            mock.patch.object(ReductionQueue, "_start_reduction", starting),
+        ):
+            for step in range(3):
+                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return per_reduction[-UNITS:]
+
+
+def test_a_reduction_needs_few_events() -> None:
+    """Three events order the stages, two are for the watchdog, and three for buffers that are released.
+
+    Both stages wait for an event of another stream, and for the memory that they receive. The first and the last
+    reduction also allocate and return memory.
+    """
+    for counts in run_ranks(_events_of_reductions):
+        assert counts[1:-1] == [(8, 4)] * (UNITS - 2), counts
+
+
 def _waits_for_hop1(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
@@ -246,7 +291,7 @@ def _waits_for_hop1(rank: int) -> None:
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             streams = get_state(model).gradients._streams
             assert isinstance(streams, DeviceStreams)
-            engine = {stream._stream for stream in (streams.zero3, streams.replica, streams.launches)}
+            engine = {stream._stream for stream in (streams.zero3, streams.replica)}
             recorded: set[Event] = set()
             waits: list[int] = []
             record, wait = Stream.record_event, Stream.wait_event

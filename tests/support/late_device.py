@@ -2,9 +2,9 @@
 
 The host enqueues work and continues, as with a device. A dispatch mode intercepts operations on a stream that the
 engine has made; the stream's thread runs them after delays, which are drawn by seed and rank. Collectives run in a
-thread of their group, after the earlier work of the stream that launched them. Until then their output is NaN, and
-their input must not change while they are in flight. The compute stream is the host itself and is never late; if the
-engine forgets to let it wait, it reads NaN or stale data.
+thread of their group, after the earlier work of the stream that launched them, or on that stream itself if they are
+not asynchronous. Until then their output is NaN, and their input must not change while they are in flight. The compute
+stream is the host itself and is never late; if the engine forgets to let it wait, it reads NaN or stale data.
 
 Memory that a pool returns to the allocator is overwritten with NaN as soon as the allocator could reuse it.
 
@@ -42,6 +42,7 @@ from tests.support import wrapped_gloo
 __all__ = ["NAME", "Device", "register"]
 
 NAME = "device"
+_MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.scheduler", "estimates.specs")
 _MOST_LATE = 2e-3  # seconds
 _PATIENCE = 20.0
 _REGISTER = "register_post_accumulate_grad_hook"
@@ -70,7 +71,7 @@ class Event:
 class Stream:
     """Stream of the device. A compute stream runs on the host."""
 
-    def __init__(self, device: object = None, *, computes: bool = False) -> None:
+    def __init__(self, device: object = None, *, priority: int = 0, computes: bool = False) -> None:
         self.computes = computes
         self.device = _device()
         self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -227,7 +228,7 @@ class Device:
         _installed.append(self)
         self._current = Stream(computes=True)
         with ExitStack() as stack:
-            for module in ("device.accelerator", "device.streams", "engine.scheduler", "estimates.specs"):
+            for module in _MODULES:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
@@ -324,11 +325,12 @@ def register() -> None:
 
 
 class _Work(dist.Work):
-    """Collective in the group's thread; `wait` makes the current stream wait."""
+    """Collective in the group's thread, or on the current stream; `wait` makes the current stream wait."""
 
-    def __init__(self, done: Event) -> None:
+    def __init__(self, done: Event, *, is_on_current: bool) -> None:
         super().__init__()
         self._done = done
+        self._is_on_current = is_on_current
 
     def is_completed(self) -> bool:
         asked_by = threading.current_thread().name
@@ -336,7 +338,8 @@ class _Work(dist.Work):
         return self._done.set.is_set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        _device().current_stream().wait_event(self._done)
+        if not self._is_on_current:
+            _device().current_stream().wait_event(self._done)
         return True
 
     def get_future(self) -> Any:
@@ -366,11 +369,14 @@ class _Group(wrapped_gloo.WrappedGloo):
         draw = self._own.random
         current = device.current_stream()
         current.use([given, output], "a collective")
-        launched, done = current.record_event(), Event(_device(), current.known)
+        on_current = not (self.is_async or device.one_at_a_time or current.computes)
+        launched = None if on_current else current.record_event()
+        done = Event(_device(), current.known)
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
         def collective() -> None:
-            launched.reach()
+            if launched is not None:
+                launched.reach()
             before = given.clone()
             if not inside and output.is_floating_point():
                 output.fill_(torch.nan)
@@ -379,5 +385,5 @@ class _Group(wrapped_gloo.WrappedGloo):
             run().wait()
             done.set.set()
 
-        self._own.give(collective)
-        return _Work(done)
+        (current if on_current else self._own).give(collective)
+        return _Work(done, is_on_current=on_current)

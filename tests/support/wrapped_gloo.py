@@ -37,6 +37,7 @@ class WrappedGloo(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.is_async = True  # `async_op` of the collective that is launched
 
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
         """Start a collective; `run` runs it with gloo."""
@@ -66,12 +67,15 @@ class WrappedGloo(dist.ProcessGroup):
         return self.launch(lambda: self._gloo.allreduce(tensors, opts), tensors[0], tensors[0])
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        self.is_async = opts.asyncOp
         return self.launch(lambda: self._gloo._allgather_base(output, tensor, opts), output, tensor)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        self.is_async = opts.asyncOp
         return self.launch(lambda: self._gloo._reduce_scatter_base(output, tensor, opts), output, tensor)
 
     def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
+        self.is_async = opts.asyncOp
         return self.launch(lambda: self._gloo.alltoall_base(output, tensor, outputs, inputs, opts), output, tensor)
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
