@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -150,7 +152,7 @@ def _plan(
     cluster_fields |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
-    with _readable_failures():
+    with _readable_failures(_plan):
         if micro_batches and batch_tokens is not None:
             raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
         if probe and cluster is not None:
@@ -204,7 +206,7 @@ def _plan(
 
 def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")]) -> None:
     """Print the contents of a trace: collectives with their bytes and wait times, and the compute times of units."""
-    with _readable_failures():
+    with _readable_failures(_trace):
         events = read_recording(file).events
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     launched = {event.number for event in events if event.kind == "launch"}
@@ -261,7 +263,7 @@ def _simulate(
     """
     cluster_fields = {"between": between, "inside": inside, "accelerators": accelerators}
     cluster_fields |= {"between_latency": between_latency, "inside_latency": inside_latency}
-    with _readable_failures():
+    with _readable_failures(_simulate):
         recording = read_recording(file)
         if cluster is None:
             per_node = recording.zero3_size if accelerators is None else accelerators
@@ -412,9 +414,20 @@ def _read_model(
 
 
 @contextmanager
-def _readable_failures() -> Iterator[None]:
+def _readable_failures(command: Callable[..., None]) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError, ModuleNotFoundError) as error:
-        typer.echo(f"layerzero: {error}", err=True)
+        typer.echo(f"layerzero: {_with_option_names(str(error), command)}", err=True)
         raise typer.Exit(2) from None
+
+
+def _with_option_names(message: str, command: Callable[..., None]) -> str:
+    """Replace the names of arguments in a message by the options of `command`, such as --zero3-size."""
+    names = inspect.signature(command).parameters
+
+    def option(found: re.Match[str]) -> str:
+        name = next((each for each in (found[0], found[0].removesuffix("s")) if each in names), None)
+        return found[0] if name is None else "--" + name.replace("_", "-")
+
+    return re.sub(r"(?<![\w.'])\w+_\w+\b(?![.(])", option, message)

@@ -121,6 +121,12 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
         snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
         sections.append(("To paste", snippets))
+    omitted = (
+        f"The table shows {len(rows)} of the {len(plan.rows)} settings of layerzero that were tried: the fastest that "
+        "fit, or the closest if none fits. <code>layerzero plan --all</code> prints all of them. "
+        if len(rows) < len(plan.rows)
+        else ""
+    )
     parts = [
         "<h1>Plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer_sentence(plan))}</p>',
@@ -134,8 +140,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        f'<p class="note">{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for activations, '
-        "which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
+        f'<p class="note">{omitted}{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for '
+        "activations, which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these "
+        "schemes.</p>",
         f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (

@@ -141,7 +141,9 @@ def test_a_scheme_with_several_shard_sizes_has_a_bar_and_a_line_for_each() -> No
 
 def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
     tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
-    shown = re.findall(r"<tr.*?</tr>", report_html(tight, nodes=(1,)))[1:9]
+    page = report_html(tight, nodes=(1,))
+    shown = re.findall(r"<tr.*?</tr>", page)[1:9]
+    assert f"The table shows 8 of the {len(tight.rows)} settings of layerzero that were tried" in page
     closest = tight.rows[:8]
     shortfalls = [max(row.excess, row.host_excess) for row in tight.rows]
     assert shortfalls == sorted(shortfalls) and len(tight.rows) > 8
@@ -487,8 +489,10 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "--probe", "--batch-tokens", "8", "--micro-batches", "2"], "exclude each other. Pass one of them"),
         (
             ["plan", *small, "--hop2-codec", "int2"],
-            "list of 'int8_blocks', 'int4_blocks' or None (`none` on the command line), got ['int2']",
+            "--hop2-codec must be a non-empty list of 'int8_blocks', 'int4_blocks' or None (`none` on the command "
+            "line), got ['int2']",
         ),
+        (["plan", *small, "--zero3-size", "7"], "--zero3-size=7 does not divide the 16 ranks of the cluster"),
         (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
