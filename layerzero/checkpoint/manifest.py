@@ -1,7 +1,8 @@
 """Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number.
 
-atomic_files.py defines when a checkpoint exists; see [Note: Atomic publication]. restore.py defines which checks
-precede a load; see [Note: Checks before changes].
+A checkpoint exists when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
+publication] in atomic_files.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
+it needs before it changes anything; see [Note: Checks before changes] in restore.py.
 """
 
 from __future__ import annotations

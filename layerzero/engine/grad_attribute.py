@@ -1,8 +1,10 @@
 """Manage the ``.grad`` of sharded parameters: publish final gradients and apply changes that the user has made.
 
-``.grad`` may be read after a backward pass outside no_sync. Reads raise an error during a backward pass, and after a
-backward pass inside no_sync until the gradients are reduced. Reads that have to wait for other ranks are in
-dtensor/lazy_grad.py. See [Note: Division of gradients] in reduction_spec.py for how gradients are averaged.
+``.grad`` shows this rank's rows of the final gradient, in the dtype of the masters: the mean over all data-parallel
+ranks, or their sum divided by the user's factor. It may be read after a backward pass outside no_sync. During a
+backward pass it is None, and after a backward pass inside no_sync, access to its values raises an error until the
+gradients are reduced. Reads that have to wait for other ranks are in dtensor/lazy_grad.py. See [Note: Division of
+gradients] in reduction_spec.py for how gradients are averaged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
-`reduction_spec` defines the dtypes and stages of reductions. See [Note: Division of gradients] in reduction_spec.py for
-how gradients are averaged.
+Hop 1 reduces gradients inside a ZeRO-3 group. Hop 2 reduces the sums of the groups, and usually crosses nodes.
+reduction_spec.py defines which gradients each hop sends, in which dtype ([Note: Reduction stages]), and where the mean
+is taken ([Note: Division of gradients]).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Predict the memory and traffic of a rank from the specs of its units.
 
-Callers pass the size of the scratch buffers, which scratch_buffers.py predicts. The optimizer state is not included;
-planning/meta_sharding.py predicts it.
+:func:`estimate_memory` adds weights, gradients and full buffers (full_buffers.py) to the scratch buffers, whose size
+callers pass (scratch_buffers.py). The optimizer state is not included: :func:`layerzero.memory` measures it, and
+planning/meta_sharding.py predicts it. planning/estimator.py adds all of them for :func:`layerzero.plan`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Plan the positions of a handle's parameters in flat storage. The code needs neither torch nor processes.
+"""Plan which dim-0 rows of a handle's parameters each rank holds, and their positions in flat storage.
+
+This module does not import torch and needs no process group.
 
 The flat order of a handle is divided into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that
 no shard boundary (cut) is inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows,

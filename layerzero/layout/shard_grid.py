@@ -11,6 +11,8 @@ are reduced from larger to smaller extents:
     ZERO1 [L]    master                  final gradient
 
 A smaller extent is a part of each larger one. If S = 1, ZERO3 equals FULL. If R = 1, ZERO1 equals ZERO3.
+flat_layout.py defines the order of the parameters in the full buffer, and which of their dim-0 rows each shard
+contains. A shard always contains complete rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Classify optimizers by their compatibility with sharding: element-wise, parameter by parameter, or unsupported.
 
 An element-wise optimizer updates each rank's rows. An optimizer that mixes the elements of one parameter updates full
-parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. An allowlist, a
-compatibility trial, or the `elementwise` argument determines the category of an optimizer.
+parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. The `elementwise`
+argument, tables of known classes or a compatibility trial determine the category of an optimizer. The categories of
+NVIDIA Apex's optimizers are in apex.py.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def kinds_that_need_full_params(
         elementwise: if True, return no kinds. If False, return all kinds. If None, decide by class name or by a trial.
 
     Raises:
-        ValueError: the optimizer mixes parameters, or the trial failed.
+        ValueError: the optimizer cannot run on shards, `elementwise` is wrong, or it is None and the optimizer mixes
+            parameters or the trial failed.
     """
     name = type(optimizer).__name__
     if reason := _reason_for_class(optimizer, _IMPOSSIBLE):

@@ -6,8 +6,10 @@ A :class:`Transport` provides three kinds of memory:
 - `send_scratch`, a pool of scratch buffers from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
-A transport also runs the reduce-scatter of hop 1. The two transports are `process_group` (collectives) and
-`shared_memory`; :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The replica axis always
+A transport also runs the reduce-scatter of hop 1 (see [Note: Three extents] in layout/shard_grid.py for the hops).
+There are two transports. `process_group` calls all-gather and reduce-scatter of the backend. `shared_memory` maps the
+weights and the sent gradients of all ranks into each rank, which reads them in place. It is used if all ranks of the
+ZeRO-3 group compute on CPUs of one machine with gloo, unless it is disabled; see `selection`. The replica axis always
 uses process groups. Formulas for memory and traffic depend only on :class:`TransportTraits`.
 
 [Note: Write rounds]
