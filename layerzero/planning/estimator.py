@@ -53,8 +53,8 @@ _CODING = {
     ("int4_blocks", "cpu"): (0.24e9, 0.64e9),
 }
 # Rates for refreshes, which are encoded only on CPUs. The rates of "lossless" were measured with zstd.
-_REFRESH_CODING = {"int4_difference": (0.14e9, 0.39e9), "lossless": (0.2e9, 0.25e9)}
-_LOSSLESS_BITS = 4.5  # per weight; measured in the middle of a training (docs/slow-links.md, "Lossless refresh")
+_REFRESH_CODING = {"int4_difference": (0.14e9, 0.39e9), "lossless": (0.13e9, 0.19e9)}
+_LOSSLESS_BITS = 4.3  # per weight; measured in the middle of a training (docs/slow-links.md, "Lossless refresh")
 _STEPS = 2  # number of simulated steps; only the last step counts
 
 

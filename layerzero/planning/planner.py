@@ -86,7 +86,7 @@ def plan(
             ``"int4_blocks"``, or None for no codec. Encoded gradients change the results of training, so no codec is
             tried by default.
         refresh_codecs: names of codecs to try as `refresh_codec` if there are several replicas, on a cluster of CPUs:
-            ``"lossless"``, ``"int4_difference"``, or None for no codec. A lossless refresh is assumed to send 4.5 bits
+            ``"lossless"``, ``"int4_difference"``, or None for no codec. A lossless refresh is assumed to send 4.3 bits
             per weight. The number depends on the training.
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
