@@ -464,9 +464,9 @@ class HandleReduction:
 
         Call this method once. See [Note: Streams] in device/streams.py.
 
-        After no_sync, only handles with "full" accumulation still need hop 1. A reduction that begins with hop 2 then
-        waits for hop 1 of earlier reductions. Otherwise the order of hop 2 collectives on the replica axis would depend
-        on timing.
+        After no_sync, only handles with "full" accumulation still need hop 1. If threads act as streams, a reduction
+        that begins with hop 2 then waits for hop 1 of earlier reductions. Otherwise the order of hop 2 collectives on
+        the replica axis would depend on timing.
         """
         self._streams = streams
         if streams.host_is_ahead:
@@ -481,8 +481,6 @@ class HandleReduction:
         for number, stage in enumerate(self._stages):
             stream = self._stream_of(stage)
             stream.wait_event(ready)
-            if number == 0 and self._follows_earlier_hop1:
-                stream.wait_event(streams.zero3.record_event())
             stream.run(partial(self._launch, stage, is_first=number == 0))
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage))
@@ -492,7 +490,7 @@ class HandleReduction:
     def _submit_to_threads(self, streams: ReductionStreams) -> None:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""
         streams.gradients_ready()
-        if self._follows_earlier_hop1:
+        if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
             waiting = partial(record_wait, self.gradients.mesh_info.counters, Collective.HOP1)
             streams.zero3.record_event(waiting).wait()
         self._launch(self._stages[0], is_first=True)
@@ -503,11 +501,6 @@ class HandleReduction:
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage, next_stage))
             self.finished_events.append(stream.record_event(self._waiting(number)))
-
-    @property
-    def _follows_earlier_hop1(self) -> bool:
-        """True if the reduction begins with hop 2 and must wait for hop 1 of earlier reductions."""
-        return self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1
 
     def _stream_of(self, stage: ReductionStage) -> Stream:
         return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
