@@ -126,7 +126,8 @@ class Plan:
         free = size_text(max(0.0, self.cluster.room - best.peak))
         sentence = (
             f"Recommended: {settings_text(best.choice)}. {RULE} "
-            f"{computing / best.step:.0%} of a step is forward and backward, and {free} of an accelerator are free."
+            f"{computing / best.step:.0%} of a step is forward and backward, and {free} of memory remains free on each "
+            "accelerator."
         )
         return sentence if not num_too_large else f"{sentence} {num_too_large} settings do not fit."
 
@@ -338,7 +339,7 @@ def links_text(plan: Plan) -> str:
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
-        "at which link does layerzero pay off? Steps and tokens/s by Gbit/s per node, and layerzero against the "
+        "at which link speeds does layerzero pay off? Steps and tokens/s by Gbit/s per node, and layerzero against the "
         f"fastest other scheme,\nwith {count_text(count, 'micro-batch')} per step; differences up to {ALIKE_TEXT} are "
         "ties:"
     )

@@ -6,6 +6,7 @@ See tests/support/late_device.py for the simulated device.
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
+from layerzero.comm import collectives
+from layerzero.comm.collectives import Communicator, PendingCollective, PendingSmallGather, all_gather_small
 from layerzero.device.accelerator import CurrentStream
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
@@ -280,6 +282,27 @@ def test_a_reduction_needs_few_events() -> None:
     """
     for counts in run_ranks(_events_of_reductions):
         assert counts[1:-1] == [(8, 4)] * (UNITS - 2), counts
+
+
+def _streams_of_hops(rank: int) -> None:
+    register()
+    mesh, streams = mesh_on(NAME, 2), defaultdict(set)
+    with Device().installed() as device:
+        model = _shard(mesh)
+
+        def recording(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
+            streams[comm.axis].add(device.current_stream())
+            return run(comm, *args, **kwargs)
+
+        run = collectives._run_reduction
+        with mock.patch.object(collectives, "_run_reduction", recording):
+            integer_loss(model, integer_batch(step=0, rank=rank)).backward()
+        (hop1,), (hop2,) = streams["zero3"], streams["replica"]
+        assert hop1 is not hop2 and not (hop1.computes or hop2.computes)
+
+
+def test_each_hop_has_its_own_stream() -> None:
+    run_ranks(_streams_of_hops)
 
 
 def _waits_for_hop1(rank: int) -> None:
