@@ -20,7 +20,8 @@ of ranks communicate at the same time. The receiving rank adds the parts of a re
 On a device, the engine launches each reduction on a stream that waits for it immediately. The reduction therefore needs
 no stream of its own. With ``async_op=False``, NCCL runs it on the current stream, without the events that lead to and
 from NCCL's stream. Other backends of devices make the current stream wait. There is then no transfer to wait for. gloo
-would block the host and is the exception.
+would block the host and is the exception. Other collectives of the same communicator, such as refreshes, run on the
+backend's stream. The program waits for all of them before the first reduction, so that they do not overlap with it.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this

@@ -305,6 +305,40 @@ def test_each_hop_has_its_own_stream() -> None:
     run_ranks(_streams_of_hops)
 
 
+def _uses_few_units(rank: int) -> None:
+    """The refreshes of units that a forward pass does not use are still in flight when other units are reduced."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = _shard(mesh)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for step in range(6):
+            (model if step % 2 else model.units[0])(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap() -> None:
+    run_ranks(_uses_few_units)
+
+
+def _evaluates_between_micro_batches(rank: int) -> None:
+    """Inside no_sync, "local" leaves reductions between replicas in flight. Evaluation gathers between replicas."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = _shard(mesh, accumulation="local")
+        for step in range(6):
+            with layerzero.no_sync(model):
+                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+            with torch.no_grad(), layerzero.full_precision(model):
+                model(torch.ones(2, 5))
+
+
+def test_an_evaluation_and_a_reduction_between_replicas_do_not_overlap() -> None:
+    run_ranks(_evaluates_between_micro_batches)
+
+
 def _waits_for_hop1(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)

@@ -355,6 +355,7 @@ class _Group(wrapped_gloo.WrappedGloo):
         super().__init__(store, rank, size, timeout)
         self._timeout = timeout
         self._own: Stream | None = None
+        self._last: Event | None = None  # the end of the last collective that was launched
 
     @property
     def options(self) -> Any:
@@ -372,11 +373,15 @@ class _Group(wrapped_gloo.WrappedGloo):
         on_current = not (self.is_async or device.one_at_a_time or current.computes)
         launched = None if on_current else current.record_event()
         done = Event(_device(), current.known)
+        previous, self._last = self._last, done
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
         def collective() -> None:
             if launched is not None:
                 launched.reach()
+            assert previous is None or device.one_at_a_time or previous.set.is_set(), (
+                "two collectives of a group overlap"
+            )
             before = given.clone()
             if not inside and output.is_floating_point():
                 output.fill_(torch.nan)
