@@ -1,6 +1,8 @@
 """Schedule one sharded model: decide when units are gathered, prefetched and freed, and when gradients are reduced.
 
-Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
+Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`. A unit is gathered before its forward
+pass, and in a backward pass when the gradient of one of its outputs arrives, after the units that called it. The next
+units are gathered ahead.
 
 [Note: Release of full buffers]
 A forward pass frees the full buffer when it returns, with three exceptions: the forward pass runs inside a backward

@@ -11,8 +11,10 @@ are reduced from larger to smaller extents:
     ZERO1 [L]    master                  final gradient
 
 A smaller extent is a part of each larger one. If S = 1, ZERO3 equals FULL. If R = 1, ZERO1 equals ZERO3.
-flat_layout.py defines the order of the parameters in the full buffer, and which of their dim-0 rows each shard
-contains. A shard always contains complete rows.
+The full buffer consists of D equal shards in order. The rank (r, s) has the ZeRO-1 shard k = s * R + r, and the ZeRO-3
+shard s, which consists of the ZeRO-1 shards of all replicas. flat_layout.py defines which dim-0 rows of the parameters
+each shard contains. Shards always contain complete rows. Owners of full parameters may change the boundaries
+(owner_layout.py).
 """
 
 from __future__ import annotations
