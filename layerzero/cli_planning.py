@@ -423,11 +423,11 @@ def _readable_failures(command: Callable[..., None]) -> Iterator[None]:
 
 
 def _with_option_names(message: str, command: Callable[..., None]) -> str:
-    """Replace the names of arguments in a message by the options of `command`, such as --zero3-size."""
-    names = inspect.signature(command).parameters
-
-    def option(found: re.Match[str]) -> str:
-        name = next((each for each in (found[0], found[0].removesuffix("s")) if each in names), None)
-        return found[0] if name is None else "--" + name.replace("_", "-")
-
-    return re.sub(r"(?<![\w.'])\w+_\w+\b(?![.(])", option, message)
+    """Replace the name of an argument at the start of a message by the option of `command`, such as --zero3-size."""
+    start = re.match(r"\w*", message)
+    assert start is not None
+    options = inspect.signature(command).parameters
+    name = next((each for each in (start[0], start[0].removesuffix("s")) if each in options), None)
+    if name is None:
+        return message
+    return re.sub(rf"\b{start[0]}\b", "--" + name.replace("_", "-"), message)

@@ -19,9 +19,12 @@ of ranks communicate at the same time. The receiving rank adds the parts of a re
 [Note: Reductions on their stream]
 On a device, the engine launches each reduction on a stream that waits for it immediately. The reduction therefore needs
 no stream of its own. With ``async_op=False``, NCCL runs it on the current stream, without the events that lead to and
-from NCCL's stream. Other backends of devices make the current stream wait. There is then no transfer to wait for. gloo
-would block the host and is the exception. Other collectives of the same communicator, such as refreshes, run on the
-backend's stream. The program waits for all of them before the first reduction, so that they do not overlap with it.
+from NCCL's stream. Other backends of devices make the current stream wait. gloo would block the host and is the
+exception. Encoded reductions are asynchronous, so that encoding and decoding overlap with the transfer.
+
+Other collectives of the same communicator run on the backend's stream. Collectives of one communicator must not
+overlap. Therefore a reduction on its stream first waits for the last collective on the backend's stream, and the next
+collective on the backend's stream waits for the last reduction.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
@@ -34,6 +37,7 @@ during the collective, so the collective must only read it. In this case, broadc
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -148,6 +152,28 @@ class Transfer(Protocol):
     def wait(self) -> Any: ...
 
 
+@dataclass
+class _StreamReduction:
+    """Reduction that the current stream runs when it is waited for. See [Note: Reductions on their stream]."""
+
+    communicator: Communicator
+    function: Callable[[], object] | None  # calls the collective; None if it was called
+
+    def is_completed(self) -> bool:
+        return self.function is None
+
+    def wait(self) -> None:
+        function, self.function = self.function, None
+        if function is None:
+            return
+        group = self.communicator.held_group
+        last, group.last_launch = group.last_launch, None
+        if last is not None and (works := last()) is not None:
+            for work in works.each:
+                work.wait()
+        function()
+
+
 @dataclass(frozen=True)
 class LaunchedCollective:
     """Collective that has been counted and launched."""
@@ -158,13 +184,11 @@ class LaunchedCollective:
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
-        """Return the pending collective that consists of `each`. There are no transfers if the current stream runs it.
-
-        See [Note: Reductions on their stream].
-        """
         if self.trace is not None:
             self.trace.record_completions(each)
         works = PendingCollective(each, self)
+        if self.communicator.reduces_on_stream and not any(isinstance(transfer, _StreamReduction) for transfer in each):
+            self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
         if (watching := self.communicator.counters.on_launch) is not None:  # read once: another thread may reset it
@@ -305,12 +329,20 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def launching(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
+def launching(
+    comm: Communicator, collective: Collective, name: str, sent: int, *, on_stream: bool = False
+) -> Iterator[LaunchedCollective]:
     """Context manager that counts and traces the collective launched inside it.
 
     If the launch fails, the error names the collective.
+
+    Args:
+        on_stream: True if the current stream runs the collective. See [Note: Reductions on their stream].
     """
     comm.held_group.require_open()
+    if not on_stream and comm.held_group.last_reduction is not None:
+        last, comm.held_group.last_reduction = comm.held_group.last_reduction, None
+        last.wait()
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
     comm.counters.record(collective, comm.axis, sent, name)
@@ -389,30 +421,29 @@ def reduce_scatter(
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
     sums_locally = comm.sums_locally or parts is not None  # see [Note: Unequal parts]
-    with launching(comm, collective, name, sent) as issued:
+    with launching(comm, collective, name, sent, on_stream=comm.reduces_on_stream) as issued:
         received = pool.acquire(numel * comm.size if sums_locally else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if sums_locally:
-            works = _run_reduction(
-                comm,
+            function = partial(
                 dist.all_to_all_single,
                 received,
                 flat,
                 output_split_sizes=None if parts is None else [numel] * comm.size,
                 input_split_sizes=None if parts is None else list(parts),
+                group=comm.group,
             )
             summands = received.view(comm.size, numel).unbind()
         else:
-            works = _run_reduction(comm, _reduce_scatter_flat, received, flat)
-        return PendingReduction(
-            issued.attach_transfers(*works), flat, lambda: summands, wire, partial(pool.release, received)
+            function = partial(_reduce_scatter_flat, received, flat, group=comm.group)
+        work: Transfer = (
+            _StreamReduction(comm, partial(function, async_op=False))
+            if comm.reduces_on_stream
+            else function(async_op=True)
         )
-
-
-def _run_reduction(comm: Communicator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Transfer, ...]:
-    """Call a collective of torch.distributed, and return its transfer. See [Note: Reductions on their stream]."""
-    work = function(*args, **kwargs, group=comm.group, async_op=not comm.reduces_on_stream)
-    return () if work is None else (work,)
+        return PendingReduction(
+            issued.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
+        )
 
 
 def encoded_reduce_scatter(
@@ -465,7 +496,7 @@ def encoded_reduce_scatter(
                         codec.encode_with_feedback(exact, blocks[index], message, errors[index])
                     else:
                         codec.encode(exact, blocks[index], message)
-            works = _run_reduction(comm, dist.all_to_all_single, received, sent, from_each, to_each)
+            work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             release_buffers()
             raise
@@ -476,7 +507,7 @@ def encoded_reduce_scatter(
                 codec.decode(part[: sizes[rank]], blocks[rank], out)
         return summands
 
-    return PendingReduction(issued.attach_transfers(*works), flat, decode_parts, None, release_buffers)
+    return PendingReduction(issued.attach_transfers(work), flat, decode_parts, None, release_buffers)
 
 
 def encoded_buffer_sizes(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:

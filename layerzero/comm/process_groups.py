@@ -49,7 +49,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_timeout,
     _new_process_group_helper,
 )
+
+from layerzero.device.streams import Waitable
 
 __all__ = [
     "CLOSED",
@@ -123,6 +125,9 @@ class HeldGroup:
     Attributes:
         reserved: reservation of the launches that must precede all others on the group, or None.
         in_flight: work that must complete before the group may be dropped, by ``id`` of the work object.
+        last_reduction: event after the last reduction that a stream of the engine has run, if no other collective has
+            waited for it. See [Note: Reductions on their stream] in collectives.py.
+        last_launch: last other collective, if no such reduction has waited for it. Only set on a device.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
@@ -132,6 +137,8 @@ class HeldGroup:
         self._closed = False
         self.in_flight: dict[int, InFlightWork] = {}
         self.reserved: Reservation | None = None
+        self.last_reduction: Waitable | None = None
+        self.last_launch: weakref.ref[Any] | None = None
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL

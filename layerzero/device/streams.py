@@ -6,11 +6,11 @@ by events: one stream waits for an event of another stream. All operations of a 
 point in the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
 a collective affects only when these operations run.
 
-On a device, these streams are device streams, one for each communicator of reductions. They have a high priority, so
-that the computation does not delay the launch of a collective. The host enqueues operations and does not wait. gloo's
-`wait` blocks the calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the
-host waits when it needs a result. Other CPU backends may require the same order of collectives across all of their
-groups. With these backends, each operation therefore runs as soon as it is enqueued.
+On a device, these streams are device streams, one for hop 1 and one for hop 2 of all meshes. They have a high priority,
+so that the computation does not delay the launch of a collective. The host enqueues operations and does not wait.
+gloo's `wait` blocks the calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`),
+and the host waits when it needs a result. Other CPU backends may require the same order of collectives across all of
+their groups. With these backends, each operation therefore runs as soon as it is enqueued.
 
 [Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.

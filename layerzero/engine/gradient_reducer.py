@@ -116,9 +116,6 @@ class GradientReducer:
             reduces: True if the pass reduces gradients over all ranks; see :meth:`finish`.
         """
         self.backwards += 1
-        if self._streams.host_is_ahead:
-            for handle in self._handles:
-                handle.weights.finish_refresh()  # see [Note: Reductions on their stream] in comm/collectives.py
         self.apply_user_grads()
         with plain_access():
             for grad_attribute in self._grad_attributes:

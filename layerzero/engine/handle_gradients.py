@@ -24,6 +24,7 @@ from torch import Tensor
 from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
 from layerzero.comm.collectives import (
     Collective,
+    Communicator,
     LaunchedCollective,
     PendingReduction,
     encoded_reduce_scatter,
@@ -479,13 +480,19 @@ class HandleReduction:
         """Enqueue each stage on its stream, which runs the collective and then adds the result."""
         ready = streams.gradients_ready()
         for number, stage in enumerate(self._stages):
-            stream = self._stream_of(stage)
-            stream.wait_event(ready)
-            stream.run(partial(self._launch, stage, is_first=number == 0))
+            stream, is_encoded = self._stream_of(stage), stage.codec is not None
+            launches = streams.zero3 if is_encoded else stream  # encodes while `stream` decodes an earlier message
+            launches.wait_event(ready)
+            launches.run(partial(self._launch, stage, is_first=number == 0))
+            if launches is not stream:
+                stream.wait_event(launches.record_event())
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage))
             ready = stream.record_event(self._waiting(number))
             self.finished_events.append(ready)
+            comm = self._comm_of(stage)
+            if comm.reduces_on_stream and not is_encoded:
+                comm.held_group.last_reduction = ready
 
     def _submit_to_threads(self, streams: ReductionStreams) -> None:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""
@@ -504,6 +511,10 @@ class HandleReduction:
 
     def _stream_of(self, stage: ReductionStage) -> Stream:
         return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
+
+    def _comm_of(self, stage: ReductionStage) -> Communicator:
+        mesh_info = self.gradients.mesh_info
+        return mesh_info.zero3_reduce_comm if stage.collective is Collective.HOP1 else mesh_info.replica_comm
 
     def _waiting(self, number: int) -> Waiting:
         """Return a function whose context records the host's wait for the stage with the index `number`."""
@@ -575,7 +586,7 @@ class HandleReduction:
         gradients, name = self.gradients, self.gradients.label
         if stage.collective is Collective.HOP1:
             return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
-        comm, parts = gradients.mesh_info.replica_comm, gradients.parts
+        comm, parts = self._comm_of(stage), gradients.parts
         if (encoded := gradients.encoded_parts) is not None:
             residual = gradients.residual_to_add()
             return encoded_reduce_scatter(

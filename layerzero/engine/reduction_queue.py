@@ -14,7 +14,7 @@ time:
 
 A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
 each communicator has one order of launches, which does not depend on when gradients arrive or how long collectives
-take. Collectives on different communicators overlap. On a device, the host enqueues all collectives in a single
+take. Hop 1 and hop 2 of different handles overlap. On a device, the host enqueues all collectives in a single
 sequence, in which hop 1 and hop 2 alternate, handle by handle.
 
 [Note: End of a backward pass inside no_sync]

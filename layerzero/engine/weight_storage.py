@@ -115,7 +115,7 @@ class WeightStorage:
             self.buffer = mesh.transport.full_buffer(layout, dtype, options._replace(host_shard=self.host_shard))
         self._own_part = self.zero3_shard[grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)]
         predicts = refresher is not None and refresher.predicts
-        self.last_change = torch.zeros(numel, dtype=torch.int16) if predicts else None
+        self.last_change = torch.zeros(numel, dtype=torch.int16, device=self.mesh_info.device) if predicts else None
         self.master = self._new_master()
         self.compute = self.buffer.full.data
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm import collectives
-from layerzero.comm.collectives import Communicator, PendingCollective, PendingSmallGather, all_gather_small
+from layerzero.comm.collectives import PendingCollective, PendingSmallGather, _StreamReduction, all_gather_small
 from layerzero.device.accelerator import CurrentStream
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
@@ -79,7 +79,7 @@ SETTINGS = [
     {"accumulation": mode, "offload_grads": offload, **policy}
     for mode in ("sharded", "full", "local")
     for offload in (False, True)
-    for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
+    for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
 ]
 SETTINGS += [
     {"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded", "local")
@@ -290,12 +290,12 @@ def _streams_of_hops(rank: int) -> None:
     with Device().installed() as device:
         model = _shard(mesh)
 
-        def recording(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
-            streams[comm.axis].add(device.current_stream())
-            return run(comm, *args, **kwargs)
+        def recording(reduction: _StreamReduction) -> None:
+            streams[reduction.communicator.axis].add(device.current_stream())
+            wait(reduction)
 
-        run = collectives._run_reduction
-        with mock.patch.object(collectives, "_run_reduction", recording):
+        wait = _StreamReduction.wait
+        with mock.patch.object(_StreamReduction, "wait", recording):
             integer_loss(model, integer_batch(step=0, rank=rank)).backward()
         (hop1,), (hop2,) = streams["zero3"], streams["replica"]
         assert hop1 is not hop2 and not (hop1.computes or hop2.computes)
@@ -322,21 +322,29 @@ def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap() -> None:
     run_ranks(_uses_few_units)
 
 
-def _evaluates_between_micro_batches(rank: int) -> None:
-    """Inside no_sync, "local" leaves reductions between replicas in flight. Evaluation gathers between replicas."""
+def _gathers_between_replicas(rank: int) -> None:
+    """Backward passes inside no_sync leave reductions in flight. Other collectives follow on their communicators."""
     register()
-    mesh = mesh_on(NAME, 2)
+    mesh, bf16 = mesh_on(NAME, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with Device().installed():
-        model = _shard(mesh, accumulation="local")
-        for step in range(6):
-            with layerzero.no_sync(model):
-                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-            with torch.no_grad(), layerzero.full_precision(model):
-                model(torch.ones(2, 5))
+        for accumulation in ("local", "sharded"):
+            model = _shard(mesh, accumulation=accumulation, mp_policy=bf16)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            for step in range(4):
+                with layerzero.no_sync(model):
+                    integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                with torch.no_grad(), layerzero.full_precision(model):
+                    model(torch.ones(2, 5))
+                with layerzero.no_sync(model):
+                    integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                layerzero.refresh(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert layerzero.traffic(model).calls["unshard"]
 
 
-def test_an_evaluation_and_a_reduction_between_replicas_do_not_overlap() -> None:
-    run_ranks(_evaluates_between_micro_batches)
+def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators() -> None:
+    run_ranks(_gathers_between_replicas)
 
 
 def _waits_for_hop1(rank: int) -> None:

@@ -61,9 +61,11 @@ class WrappedGloo(dist.ProcessGroup):
         return self
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        self.is_async = opts.asyncOp
         return self.launch(lambda: self._gloo.broadcast(tensors, opts), tensors[0], tensors[0])
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        self.is_async = opts.asyncOp
         return self.launch(lambda: self._gloo.allreduce(tensors, opts), tensors[0], tensors[0])
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
@@ -80,6 +82,7 @@ class WrappedGloo(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Exchange a list of tensors, which gloo itself supports only for equal sizes."""
+        self.is_async = opts.asyncOp
 
         def run() -> dist.Work:
             received = torch.empty(sum(part.numel() for part in outputs), dtype=outputs[0].dtype)
