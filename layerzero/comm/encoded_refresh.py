@@ -14,7 +14,7 @@ their cast masters without encoding. A rank requests a full refresh for its firs
 different weights, and after a load, a write by the user, a change of shard boundaries or a failed step. A full refresh
 also resets the last changes, from which a codec may predict the next ones.
 
-A flipped bit in the previous weights of a replica would persist in its weights. Therefore, in every
+A flipped bit in the previous weights or the last changes of a replica would persist in its weights. Therefore, in every
 `COMPARE_EVERY`-th refresh of a handle, each rank also sends a digest of its previous ZeRO-3 shard. If the digests
 differ, waiting for the refresh raises an error on all ranks that received them.
 """
