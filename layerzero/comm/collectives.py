@@ -184,10 +184,11 @@ class LaunchedCollective:
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
-        if self.trace is not None:
+        on_stream = any(isinstance(transfer, _StreamReduction) for transfer in each)
+        if self.trace is not None and not on_stream:
             self.trace.record_completions(each)
         works = PendingCollective(each, self)
-        if self.communicator.reduces_on_stream and not any(isinstance(transfer, _StreamReduction) for transfer in each):
+        if self.communicator.reduces_on_stream and not on_stream:
             self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
