@@ -61,7 +61,7 @@ coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of the
 	$(BIN)/coverage report $(if $(ARGS),--fail-under=0)
 
 docs: $(VENV)/docs  ## the documentation site, in build/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 pages: $(VENV)/docs  ## the site and the report of a plan in Chromium: no page is wider than the window, the search finds names
 	$(PYTEST) tests/project/test_site.py tests/planning/test_plan_report.py -k "test_site or rendered" $(ARGS)

@@ -3,7 +3,7 @@
 - The first page is README.md; CHANGELOG.md and others of the root are pages, too.
 - Examples and other sources that a page links to are pages with their source.
 - The API reference has a page for each topic of ``API``, and mkdocstrings takes the text from docstrings.
-- A link whose text is a file name shows the title of the page instead.
+- A link whose text is a file name shows the title of the page instead. Links to files of data become plain text.
 - A part between ``<!-- tabs -->`` and ``<!-- end of tabs -->`` becomes tabs; each bold line is the title of a tab.
 - Comments for the tests of snippets (tests/support/pages.py) are left out.
 - The header and the footer of each page show the version of the package.
@@ -86,6 +86,7 @@ MEMBERS = {
 _FOR_TESTS = re.compile(r"<!--\s*(?:before|after|ranks:|needs:|write:|not run:).*?-->\n?", re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 _FILE_AS_TEXT = re.compile(r"\[[\w/.-]+\.(?:md|py)\](?=\(([^)#\s]+))")
+_DATA = re.compile(r"\[([^\]\n]+)\]\([^)\s]+\.json\.md\)")
 _PAGE_IN_DOCSTRING = re.compile(r"(?:<code>)?\bdocs/([\w/-]+\.md)(?:</code>)?")
 _TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->\n", re.DOTALL)
 
@@ -136,6 +137,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     markdown = _TABS.sub(_as_tabs, _FOR_TESTS.sub("", markdown))
     if page.file.src_uri not in PAGES and not page.file.generated_by:
         markdown = _moved(markdown, up="../" * (1 + page.file.src_uri.count("/")))
+    markdown = _DATA.sub(r"`\1`", markdown)
     here = Path("/", page.file.src_uri).parent
 
     def titled(match: re.Match[str]) -> str:
