@@ -154,10 +154,10 @@ class Transfer(Protocol):
 
 @dataclass
 class _StreamReduction:
-    """Reduction that the current stream runs when it is waited for. See [Note: Reductions on their stream]."""
+    """Reduction that the current stream runs in :meth:`wait`. See [Note: Reductions on their stream]."""
 
     communicator: Communicator
-    function: Callable[[], object] | None  # calls the collective; None if it was called
+    function: Callable[[], object] | None  # calls the collective; None after the call, which may only enqueue it
 
     def is_completed(self) -> bool:
         return self.function is None
@@ -182,14 +182,15 @@ class LaunchedCollective:
     collective: Collective
     name: str  # for example the name of the unit
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
+    on_stream: bool = False  # see [Note: Reductions on their stream]
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
-        on_stream = any(isinstance(transfer, _StreamReduction) for transfer in each)
-        if self.trace is not None and not on_stream:
-            self.trace.record_completions(each)
         works = PendingCollective(each, self)
-        if self.communicator.reduces_on_stream and not on_stream:
-            self.communicator.held_group.last_launch = weakref.ref(works)
+        if not self.on_stream:
+            if self.trace is not None:
+                self.trace.record_completions(each)
+            if self.communicator.reduces_on_stream:
+                self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
         if (watching := self.communicator.counters.on_launch) is not None:  # read once: another thread may reset it
@@ -338,7 +339,7 @@ def launching(
     If the launch fails, the error names the collective.
 
     Args:
-        on_stream: True if the current stream runs the collective. See [Note: Reductions on their stream].
+        on_stream: True if the stream that waits for the collective runs it. See [Note: Reductions on their stream].
     """
     comm.held_group.require_open()
     if not on_stream and comm.held_group.last_reduction is not None:
@@ -354,7 +355,7 @@ def launching(
         )
     try:
         with nullcontext() if flight is None else flight.launching():
-            yield LaunchedCollective(comm, collective, name, flight)
+            yield LaunchedCollective(comm, collective, name, flight, on_stream)
     except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:
@@ -413,6 +414,8 @@ def reduce_scatter(
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
     """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`. Rank i receives the sum of piece i of all ranks.
+
+    If `comm.reduces_on_stream` is True, the wait starts it instead.
 
     Args:
         pool: pool that provides the receive buffer.

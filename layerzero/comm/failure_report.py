@@ -1,7 +1,7 @@
 """Publish the status of each rank in the store, and name the ranks that are missing from a failed collective.
 
 If a rank dies, its collectives with other ranks fail, at the latest after their timeout. With gloo, `wait` raises an
-error, and each of the other ranks then raises an error that names the dead rank, unless the store died with that rank.
+error, and each of the other ranks then raises an error that names the missing ranks, unless the store died with them.
 With NCCL, `wait` never raises. layerzero's watchdog then logs which ranks are late (collective_watchdog.py), and
 torch's watchdog ends the process after the timeout. If ranks share memory, a rank that waits for a process that has
 exited raises an error at once (transport/shm_counters.py).

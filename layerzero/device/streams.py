@@ -398,13 +398,14 @@ class DeviceStreams(ReductionStreams):
     created. The same stream must be current when this object is constructed.
     """
 
+    zero3: _DeviceStream
+    replica: _DeviceStream
     host_is_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = device_module(device)
         self._first_stream = self._module.current_stream()
-        self._both = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
-        self.zero3, self.replica = self._both
+        self.zero3, self.replica = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
 
     def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
@@ -412,11 +413,11 @@ class DeviceStreams(ReductionStreams):
         return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:
-        for stream in self._both:
+        for stream in (self.zero3, self.replica):
             stream.keep_until_done(tensor)
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for stream in self._both:
+        for stream in (self.zero3, self.replica):
             stream.record_event().wait()
         for events in marks:
             events.clear()

@@ -7,7 +7,7 @@ change, so sender and receiver may predict a difference: 7/8 of the last one. On
 sent. Integers, unlike floating-point numbers, give the same prediction on all processors. The sign of each number is
 moved to its lowest bit (zigzag encoding), so that the high bytes of most numbers are zero. The low bytes and the high
 bytes are then compressed separately. The decoder adds the differences to the previous bit patterns. All bit patterns
-are restored exactly, also those of NaN.
+are restored exactly, including those of NaN.
 
 A message begins with two int32 numbers for each piece of `_AT_ONCE` weights: the sizes of its compressed low and high
 bytes. A message that would not be smaller than the weights contains the weights themselves. The receiver recognizes
