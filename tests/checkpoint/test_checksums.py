@@ -192,7 +192,9 @@ def _flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_large_files_are_read_in_place_on_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
     expected = run_ranks(_save_large, tmp_path, world_size=2)[0]
     run_ranks(_load_large, tmp_path, expected, world_size=world_size)

@@ -277,13 +277,21 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
     return digests
 
 
-@pytest.mark.parametrize("muon", [False, True], ids=["adamw", "muon"])
 @pytest.mark.parametrize(
-    ("ranks", "size", "shared_memory"),  # with S = 1, no ranks share memory
-    [(2, 1, "off"), (3, 1, "off"), (4, 2, "off"), (4, 2, None)],
+    ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
+    [
+        (2, 1, "off", False),
+        (2, 1, "off", True),
+        (4, 2, None, False),
+        (4, 2, "off", True),
+        pytest.param(3, 1, "off", False, marks=pytest.mark.slow),
+        pytest.param(3, 1, "off", True, marks=pytest.mark.slow),
+        pytest.param(4, 2, "off", False, marks=pytest.mark.slow),
+        pytest.param(4, 2, None, True, marks=pytest.mark.slow),
+    ],
 )
 def test_all_replicas_have_the_same_weights(
-    ranks: int, size: int, muon: bool, shared_memory: str | None, tmp_path: Path
+    ranks: int, size: int, shared_memory: str | None, muon: bool, tmp_path: Path
 ) -> None:
     found = run_ranks(_same_replicas, size, tmp_path, muon, {}, world_size=ranks, shared_memory=shared_memory)
     _assert_replicas_agree(found, size)
@@ -385,6 +393,7 @@ def _losses(rank: int, codec: Any) -> list[float]:
     return [_step(model, optimizers, rank, step % 8) for step in range(48)]
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_well_as_without_the_codec() -> None:
     plain, encoded = (torch.tensor(run_ranks(_losses, codec)).mean(0) for codec in (None, CODEC))
     assert encoded[-8:].mean() < 0.6 * encoded[:8].mean()

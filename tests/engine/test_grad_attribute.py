@@ -294,7 +294,13 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [MODES[:2], ({"size": 1}, {"offload_grads": True}), ({"offload_optimizer": True},)], ids=str
+    "settings",
+    [
+        MODES[:2],
+        pytest.param(({"size": 1}, {"offload_grads": True}), marks=pytest.mark.slow),
+        pytest.param(({"offload_optimizer": True},), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(settings: Any) -> None:
     run_ranks(_ask_late, settings, world_size=WORLD)

@@ -147,7 +147,11 @@ def _policy(reduce: torch.dtype) -> Any:
 # Each reduction spec of engine/reduction_spec.py.
 @pytest.mark.parametrize(
     ("world_size", "size", "mode"),
-    [(2, 1, "sharded"), *itertools.product((2,), (2,), MODES), *itertools.product((WORLD,), (2,), MODES)],
+    [
+        (2, 1, "sharded"),
+        *itertools.product((2,), (2,), MODES),
+        *(pytest.param(WORLD, 2, mode, marks=[pytest.mark.slow] * (mode != MODES[0])) for mode in MODES),
+    ],
 )
 def test_offloading_changes_no_bit_though_every_copy_is_late(world_size: int, size: int, mode: str) -> None:
     run_ranks(_same_bits, size, mode, world_size=world_size)
@@ -183,7 +187,7 @@ def _odd_graphs(rank: int, setting: str) -> None:
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 
-@pytest.mark.parametrize("setting", ["offload_grads", "offload_optimizer"])
+@pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.slow)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)
 

@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped by z (to None), k (to zeros) and
 # d (one parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
@@ -104,7 +104,7 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
     ],
 )
-@BOTH
+@OFF_FIRST
 def test_a_final_gradient_and_later_contributions_never_mix(
     zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], shared_memory: str
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -180,6 +181,7 @@ def _make_tiny_updates(rank: int) -> None:
         assert (model() == 1 - 2**-8).all(), size
 
 
+@pytest.mark.slow
 def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight() -> None:
     run_ranks(_make_tiny_updates, world_size=WORLD)
 

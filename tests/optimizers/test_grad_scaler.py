@@ -208,7 +208,9 @@ def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Refer
     return seen, model.spike.to_local().numel()
 
 
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "zero3_size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(zero3_size: int) -> None:
     references = {dtype: reference(dtype) for dtype in (torch.float32, torch.float16)}
     scales = [step.scaler["scale"] for step in references[torch.float16]]

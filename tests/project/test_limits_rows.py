@@ -264,6 +264,7 @@ def _load_on_one_rank_later(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_loading_on_one_rank_only_is_an_error_on_both() -> None:
     for on in (0, 1):  # before the first forward, which all ranks enter: sooner than the groups' timeout
         run_ranks(_load_on_one_rank_first, on, world_size=WORLD, pg_timeout=60, timeout=30)

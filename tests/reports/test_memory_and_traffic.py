@@ -137,7 +137,12 @@ def _count(rank: int, zero3_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data_parallel", "zero3_size"), [(d, size) for d, sizes in SHARDINGS.items() for size in sizes]
+    ("data_parallel", "zero3_size"),
+    [
+        pytest.param(each, size, marks=[pytest.mark.slow] * (each == 4 and size != 2))
+        for each, sizes in SHARDINGS.items()
+        for size in sizes
+    ],
 )
 def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_size: int) -> None:
     run_ranks(_count, zero3_size, world_size=data_parallel, shared_memory="off")

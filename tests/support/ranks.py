@@ -35,10 +35,14 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
+__all__ = ["BOTH", "OFF_FIRST", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
 
 # The default of users, which is shared memory if S > 1; and collectives.
 BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
+# The same, but the test with shared memory is a slow one.
+OFF_FIRST = pytest.mark.parametrize(
+    "shared_memory", [pytest.param("off", id="off"), pytest.param(None, id="default", marks=pytest.mark.slow)]
+)
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
