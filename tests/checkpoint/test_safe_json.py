@@ -300,6 +300,7 @@ def _round_trips(rank: int, folder: Path) -> None:
             train(other, its_optimizer, range(1))
 
 
+@pytest.mark.slow
 def test_whatever_an_optimizer_keeps_comes_back(tmp_path: Path) -> None:
     run_ranks(_round_trips, tmp_path, world_size=2)
 

@@ -51,7 +51,9 @@ def _resume(rank: int, path: str, zero3_size: int, adam: bool, expected: dict[st
             assert not wrong, f"continued on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
 
 
-@pytest.mark.parametrize("saved_on", [(4, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    "saved_on", [(4, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow)]
+)
 def test_a_run_resumed_on_any_topology_equals_one_that_never_stopped(tmp_path: Path, saved_on: tuple[int, int]) -> None:
     path = str(tmp_path / "step-2")
     expected = run_ranks(_save, path, saved_on[1], False, world_size=saved_on[0])[0]

@@ -219,7 +219,10 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(ours, expected, **rounding, msg=lambda m, at=at: f"{at}: {m}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
+)
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 @OFF_FIRST
 def test_adamw_in_the_engine_equals_the_reference(

@@ -115,10 +115,14 @@ def _forget_in_every_way(rank: int, way: str) -> None:
             assert_step(model, optimizer, expected, f"{case}: step {when}")
 
 
-# In shared memory one case of each kind suffices: the others do the same to each parameter.
+# In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
 @pytest.mark.parametrize(
     ("way", "shared_memory"),
-    [*((way, "off") for way in FORGET), ("p.grad = None", None), ("model.zero_grad(set_to_none=False)", None)],
+    [
+        *(pytest.param(way, "off", marks=[pytest.mark.slow] * (not way.startswith("optimizer"))) for way in FORGET),
+        ("p.grad = None", None),
+        ("model.zero_grad(set_to_none=False)", None),
+    ],
     ids=str,
 )
 def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, shared_memory: str) -> None:

@@ -117,7 +117,10 @@ def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
             assert_step(model, optimizer, expected, f"S={size} {mode}, {name}")
 
 
-@pytest.mark.parametrize("offload_grads", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(
+    "offload_grads",
+    [pytest.param(False, id="on the device"), pytest.param(True, id="offloaded", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("sizes", "shared_memory"),
     [
@@ -176,7 +179,8 @@ def _without_accumulation(rank: int) -> None:
             assert parameter.grad.dtype == parameter.dtype == torch.float32
 
 
-@OFF_FIRST
+@pytest.mark.slow
+@BOTH
 def test_a_step_of_one_micro_batch_gives_the_same_bits_as_without_the_setting(shared_memory: str | None) -> None:
     run_ranks(_without_accumulation, shared_memory=shared_memory)
 
@@ -208,7 +212,7 @@ def _state_after_seed(rank: int, loop: tuple[bool, ...]) -> Tensor:
     return torch.get_rng_state()
 
 
-@BOTH
+@OFF_FIRST
 def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str | None) -> None:
     run_ranks(_rounded, shared_memory=shared_memory)
 

@@ -26,7 +26,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
@@ -158,6 +158,7 @@ def _compare_smooth(rank: int) -> None:
                             assert error <= (first if step == 0 else later), (case, error)
 
 
+@pytest.mark.slow
 def test_training_follows_the_one_by_hand_within_bf16_rounding() -> None:
     run_ranks(_compare_smooth, world_size=WORLD)
 
@@ -297,7 +298,7 @@ def _land(rank: int) -> None:
             assert scratch[0] < 0.75 * scratch[1], scratch
 
 
-@BOTH
+@OFF_FIRST
 def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(shared_memory: str | None) -> None:
     run_ranks(_land, world_size=WORLD, shared_memory=shared_memory)
 

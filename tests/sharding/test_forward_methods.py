@@ -89,7 +89,7 @@ def _trained(rank: int) -> None:
         )
 
 
-@pytest.mark.parametrize("run", [run_ranks, run_sharing])
+@pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_methods_are_trained_as_in_one_process(run: Any) -> None:
     run(_trained, world_size=WORLD)
 

@@ -214,7 +214,7 @@ def _tied_head(rank: int) -> None:
         assert calls in (0, 5 + 5), calls
 
 
-@pytest.mark.parametrize("run", [run_ranks, run_sharing])
+@pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_a_chunked_loss_is_one_unit_with_its_tied_head(run: Callable[..., Any]) -> None:
     run(_tied_head, world_size=WORLD)
 

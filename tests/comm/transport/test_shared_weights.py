@@ -148,7 +148,7 @@ def test_nobody_writes_what_a_late_rank_still_reads(write: Callable[..., None], 
 
 @pytest.mark.parametrize(("write", "policy"), OWN_TIMES)
 def test_the_test_notices_where_nobody_waits(write: Callable[..., None], policy: MixedPrecisionPolicy) -> None:
-    assert not all(run_ranks(_late_reads, write, policy, 1, False, world_size=2))
+    assert not all(all(run_ranks(_late_reads, write, policy, 1, False, world_size=2)) for _ in range(3))
 
 
 # --- a late refresh ---
@@ -184,7 +184,9 @@ def _read_early(rank: int, honest: bool) -> bool:
 
 def test_weights_are_read_when_the_refresh_of_all_ranks_has_landed() -> None:
     assert all(run_ranks(_read_early, True, world_size=2))
-    assert not all(run_ranks(_read_early, False, world_size=2)), "the test notices where nobody waits"
+    # On a busy machine, the reader may itself be late.
+    tries = (all(run_ranks(_read_early, False, world_size=2)) for _ in range(3))
+    assert not all(tries), "the test notices where nobody waits"
 
 
 # --- another order on each rank ---
