@@ -46,7 +46,7 @@ def checks(args: argparse.Namespace) -> dict[str, list[str]]:
         for where, stream in (("", []), (", on a stream of one's own", ["--side-stream"])):
             found[f"sanitizer, offload {offload}{where}"] = [*part, "sanitizer", "--offload", offload, *stream, *flags]
     # Loopback cannot notice the first: requests for scratch memory wait for the same work.
-    for what in ("gradients", "earlier reduction streams", "collectives", "copies to the host"):
+    for what in ("gradients", "earlier reduction streams", "gathers", "copies to the host"):
         if what != "gradients":
             found[f"loopback, without a wait for {what}"] = [*part, "loopback", "--without-wait", what, *flags]
         offload = "grads" if what == "copies to the host" else "nothing"

@@ -28,10 +28,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import layerzero
-from benchmarks.gpu.loopback import Loopback, LoopbackWork, ModeledNetwork
+from benchmarks.gpu.loopback import Loopback, ModeledNetwork
 from layerzero.comm.codecs import ParamRows, has_feedback
+from layerzero.comm.collectives import _StreamGather
 from layerzero.device.accelerator import HostDeviceCopies
-from layerzero.device.streams import DeviceStreams, _DeviceStream
+from layerzero.device.streams import DeviceStream, DeviceStreams
 from layerzero.planning import Cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -152,8 +153,8 @@ class _Completed:
 # a method that does not wait.
 _WAITS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "gradients": (DeviceStreams, "gradients_ready", lambda streams: _Completed()),
-    "earlier reduction streams": (_DeviceStream, "wait_event", lambda stream, awaited: None),
-    "collectives": (LoopbackWork, "wait", lambda work, timeout=None: True),
+    "earlier reduction streams": (DeviceStream, "wait_event", lambda stream, awaited: None),
+    "gathers": (_StreamGather, "wait", lambda gather: None),
     "copies to the host": (HostDeviceCopies, "wait", lambda copies, mark: None),
 }
 

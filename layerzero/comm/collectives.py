@@ -16,15 +16,18 @@ NCCL has no all-gather or reduce-scatter for unequal parts. torch replaces them 
 rank, which run one after the other. Unequal parts are therefore exchanged with a single all-to-all, in which all pairs
 of ranks communicate at the same time. The receiving rank adds the parts of a reduction.
 
-[Note: Reductions on their stream]
-On a device, the engine launches each reduction on a stream that waits for it immediately. The reduction therefore needs
-no stream of its own. With ``async_op=False``, NCCL runs it on the current stream, without the events that lead to and
-from NCCL's stream. Other backends of devices make the current stream wait. gloo would block the host and is the
-exception. Encoded reductions are asynchronous, so that encoding and decoding overlap with the transfer.
+[Note: Collectives on streams of the engine]
+On a device, gathers, refreshes and reductions run on high-priority streams of the engine. With ``async_op=False``, NCCL
+runs a collective on the current stream, without the events that lead to and from NCCL's own stream. Other backends of
+devices make the current stream wait. gloo would block the host and is the exception. A reduction runs on the stream
+that adds its result. An all-gather runs on the stream of its communicator. This stream also waits for a collective that
+writes to the shard, such as a refresh, so the computation does not wait for it. Encoded reductions are asynchronous, so
+that encoding and decoding overlap with the transfer.
 
-Other collectives of the same communicator run on the backend's stream. Collectives of one communicator must not
-overlap. Therefore a reduction on its stream first waits for the last collective on the backend's stream, and the next
-collective on the backend's stream waits for the last reduction.
+Collectives of one communicator must not overlap. Therefore a collective on a stream of the engine first waits for the
+last collective of its communicator, and a collective on the backend's stream waits for the last collective on a stream
+of the engine. An encoded reduction does not outlive the call that enqueues its addition, so an event after the addition
+represents it.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
@@ -42,7 +45,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -55,10 +58,10 @@ from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
-from layerzero.device.accelerator import device_module
+from layerzero.device.accelerator import compute_device, device_module
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.device.streams import DeferredCollectiveError
+from layerzero.device.streams import DeferredCollectiveError, DeviceStream
 
 __all__ = [
     "Collective",
@@ -105,7 +108,7 @@ class Communicator:
     rank: int
     is_gloo: bool  # see [Note: In-place gathers]
     sums_locally: bool  # True if ranks add the parts of reductions themselves; see [Note: Reductions in fp32]
-    reduces_on_stream: bool = False  # see [Note: Reductions on their stream]
+    stream_device: torch.device | None = None  # see [Note: Collectives on streams of the engine]; None: no streams
 
     @classmethod
     def over(
@@ -120,6 +123,7 @@ class Communicator:
     ) -> Communicator:
         held_group = group if isinstance(group, HeldGroup) else HeldGroup(group)
         is_gloo = backend_of(held_group.group, device_type) == "gloo"
+        device = compute_device(device_type)
         return cls(
             name=name,
             axis=axis,
@@ -129,13 +133,24 @@ class Communicator:
             rank=dist.get_rank(held_group.group),
             is_gloo=is_gloo,
             sums_locally=sums_locally or is_gloo,
-            reduces_on_stream=not is_gloo and device_module(torch.device(device_type)) is not None,
+            stream_device=None if is_gloo or device_module(device) is None else device,
         )
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group. Raises RuntimeError if the model was closed."""
         return self.held_group.group
+
+    @property
+    def uses_streams(self) -> bool:
+        """True if collectives run on streams of the engine; see [Note: Collectives on streams of the engine]."""
+        return self.stream_device is not None
+
+    @cached_property
+    def stream(self) -> DeviceStream:
+        """Stream on which all-gathers run, if `uses_streams` is True."""
+        assert self.stream_device is not None
+        return DeviceStream(self.stream_device)
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
@@ -152,9 +167,20 @@ class Transfer(Protocol):
     def wait(self) -> Any: ...
 
 
+def _wait_for_last(group: HeldGroup) -> None:
+    """Make the current stream of the engine wait for the last collective of `group`."""
+    events, group.last_on_stream, group.last_awaited = (group.last_on_stream, group.last_awaited), None, None
+    for event in events:
+        if event is not None:
+            event.wait()
+    launched, group.last_launch = group.last_launch, None
+    if launched is not None and (pending := launched()) is not None:
+        pending.make_stream_wait()
+
+
 @dataclass
 class _StreamReduction:
-    """Reduction that the current stream runs in :meth:`wait`. See [Note: Reductions on their stream]."""
+    """Reduction that the current stream runs in :meth:`wait`. See [Note: Collectives on streams of the engine]."""
 
     communicator: Communicator
     function: Callable[[], object] | None  # calls the collective; None after the call, which may only enqueue it
@@ -164,14 +190,53 @@ class _StreamReduction:
 
     def wait(self) -> None:
         function, self.function = self.function, None
-        if function is None:
-            return
-        group = self.communicator.held_group
-        last, group.last_launch = group.last_launch, None
-        if last is not None and (works := last()) is not None:
-            for work in works.each:
-                work.wait()
-        function()
+        if function is not None:
+            _wait_for_last(self.communicator.held_group)
+            function()
+
+
+class _StreamGather:
+    """All-gather on the stream of its communicator. See [Note: Collectives on streams of the engine].
+
+    Args:
+        function: function that calls the collective.
+        tensors: tensors that the collective uses. Their memory is not reused before the collective has completed, even
+            if the gather is dropped before a wait.
+        after: collective that writes to one of the tensors, if any.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        function: Callable[[], object],
+        tensors: tuple[Tensor, ...],
+        after: PendingCollective | None,
+    ) -> None:
+        group = communicator.held_group
+        self._stream = communicator.stream
+        self._tensors = tensors
+
+        def launch() -> None:
+            if after is not None:
+                after.make_stream_wait()
+            _wait_for_last(group)
+            function()
+
+        self._stream.wait_current()
+        self._stream.run(launch)
+        self._completed = group.last_on_stream = self._stream.record_event()
+
+    def is_completed(self) -> bool:
+        return self._completed.query()
+
+    def wait(self) -> None:
+        self._completed.wait()
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the exit of the interpreter
+            for tensor in self._tensors:
+                self._stream.keep_until_done(tensor)
 
 
 @dataclass(frozen=True)
@@ -182,14 +247,14 @@ class LaunchedCollective:
     collective: Collective
     name: str  # for example the name of the unit
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
-    on_stream: bool = False  # see [Note: Reductions on their stream]
+    on_stream: bool = False  # see [Note: Collectives on streams of the engine]
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
         works = PendingCollective(each, self)
         if not self.on_stream:
             if self.trace is not None:
                 self.trace.record_completions(each)
-            if self.communicator.reduces_on_stream:
+            if self.communicator.uses_streams:
                 self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
@@ -269,6 +334,16 @@ class PendingCollective:
         if not off_main_thread:
             self.issued.communicator.counters.waited[self.issued.collective.value] += time.perf_counter() - began
 
+    def make_stream_wait(self) -> None:
+        """Make the current stream of a device wait. The stream that uses the result must still call :meth:`wait`.
+
+        The caller must keep the tensors of the collective, because this object may release them.
+        """
+        for work in self.each:
+            work.wait()
+        if self.flight is not None:
+            self.flight.record_arrival()
+
     def _record_wait_end(self) -> None:
         self.issued.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
@@ -339,11 +414,11 @@ def launching(
     If the launch fails, the error names the collective.
 
     Args:
-        on_stream: True if the stream that waits for the collective runs it. See [Note: Reductions on their stream].
+        on_stream: True if a stream of the engine runs the collective. See [Note: Collectives on streams of the engine].
     """
     comm.held_group.require_open()
-    if not on_stream and comm.held_group.last_reduction is not None:
-        last, comm.held_group.last_reduction = comm.held_group.last_reduction, None
+    if not on_stream and comm.held_group.last_on_stream is not None:
+        last, comm.held_group.last_on_stream = comm.held_group.last_on_stream, None
         last.wait()
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
@@ -374,6 +449,7 @@ def all_gather(
     name: str = "",
     only_reads_shard: bool = False,
     parts: Sequence[int] | None = None,
+    after: PendingCollective | None = None,
 ) -> PendingCollective:
     """Start an all-gather of `shard` [n] into `out` [size * n]. The caller waits for the result.
 
@@ -382,17 +458,25 @@ def all_gather(
         name: name of the collective in messages and traces, for example the name of the unit.
         only_reads_shard: if True, do not write to `shard`, because the user may write to `shard` during the collective.
         parts: number of elements in the shard of each rank, or None if all shards have the same size.
+        after: collective that writes to `shard` and for which the caller has not waited. The gather waits for it. Must
+            be None unless ``comm.uses_streams`` is True.
     """
+    assert after is None or comm.uses_streams
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
-    with launching(comm, collective, name, sent) as issued:
+    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as issued:
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
-        if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
-            # see [Note: In-place gathers]
-            return issued.attach_transfers(_all_gather_flat(out, shard, group=comm.group, async_op=True))
-        if not comm.is_gloo:  # see [Note: Unequal parts]
-            return issued.attach_transfers(
-                dist.all_to_all(list(pieces), [shard] * comm.size, group=comm.group, async_op=True)
+        if not comm.is_gloo or (parts is None and comm.size > 2 and not only_reads_shard):
+            function = (
+                partial(_all_gather_flat, out, shard, group=comm.group)
+                if parts is None
+                else partial(dist.all_to_all, list(pieces), [shard] * comm.size, group=comm.group)
+            )  # see [Note: In-place gathers] and [Note: Unequal parts]
+            work: Transfer = (
+                _StreamGather(comm, partial(function, async_op=False), (out, shard), after)
+                if comm.uses_streams
+                else function(async_op=True)
             )
+            return issued.attach_transfers(work)
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
             pieces[comm.rank].copy_(shard)
         works = [
@@ -415,7 +499,7 @@ def reduce_scatter(
 ) -> PendingReduction:
     """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`. Rank i receives the sum of piece i of all ranks.
 
-    If `comm.reduces_on_stream` is True, the wait starts it instead.
+    If `comm.uses_streams` is True, the wait starts it instead.
 
     Args:
         pool: pool that provides the receive buffer.
@@ -425,7 +509,7 @@ def reduce_scatter(
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
     sums_locally = comm.sums_locally or parts is not None  # see [Note: Unequal parts]
-    with launching(comm, collective, name, sent, on_stream=comm.reduces_on_stream) as issued:
+    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as issued:
         received = pool.acquire(numel * comm.size if sums_locally else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if sums_locally:
@@ -441,9 +525,7 @@ def reduce_scatter(
         else:
             function = partial(_reduce_scatter_flat, received, flat, group=comm.group)
         work: Transfer = (
-            _StreamReduction(comm, partial(function, async_op=False))
-            if comm.reduces_on_stream
-            else function(async_op=True)
+            _StreamReduction(comm, partial(function, async_op=False)) if comm.uses_streams else function(async_op=True)
         )
         return PendingReduction(
             issued.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
@@ -620,6 +702,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
     """
     if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return
+    _wait_for_last(comm.held_group)
     part = torch.zeros(1, device=device)
     full = torch.zeros(comm.size, device=device)
     _all_gather_flat(full, part, group=comm.group)
@@ -632,6 +715,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
 def connect_pairs(comm: Communicator, device: torch.device) -> None:
     """Connect each pair of ranks by running a tiny all-to-all, for which NCCL uses separate channels."""
     if comm.size > 1 and not comm.held_group.is_local:
+        _wait_for_last(comm.held_group)
         full = torch.zeros(comm.size, device=device)
         dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)
 

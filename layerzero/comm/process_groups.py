@@ -125,9 +125,12 @@ class HeldGroup:
     Attributes:
         reserved: reservation of the launches that must precede all others on the group, or None.
         in_flight: work that must complete before the group may be dropped, by ``id`` of the work object.
-        last_reduction: event after the last reduction that a stream of the engine has run, if no other collective has
-            waited for it. See [Note: Reductions on their stream] in collectives.py.
-        last_launch: last other collective, if no such reduction has waited for it. Only set on a device.
+        last_on_stream: event after the last collective that a stream of the engine has run, if no later collective has
+            waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
+        last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
+            waited for it. Only set on a device.
+        last_awaited: event after a stream of the engine has waited for the last encoded reduction, if no later
+            collective on a stream of the engine has waited for the event.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
@@ -137,8 +140,9 @@ class HeldGroup:
         self._closed = False
         self.in_flight: dict[int, InFlightWork] = {}
         self.reserved: Reservation | None = None
-        self.last_reduction: Waitable | None = None
+        self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
+        self.last_awaited: Waitable | None = None
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL

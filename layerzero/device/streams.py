@@ -7,7 +7,8 @@ point in the program. Therefore the operations, and their order on each stream, 
 a collective affects only when these operations run.
 
 On a device, these streams are device streams, one for hop 1 and one for hop 2 of all meshes. They have a high priority,
-so that the computation does not delay the launch of a collective. The host enqueues operations and does not wait.
+so that the computation does not delay the launch of a collective. The streams of gathers belong to communicators; see
+[Note: Collectives on streams of the engine] in comm/collectives.py. The host enqueues operations and does not wait.
 gloo's `wait` blocks the calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`),
 and the host waits when it needs a result. Other CPU backends may require the same order of collectives across all of
 their groups. With these backends, each operation therefore runs as soon as it is enqueued.
@@ -42,6 +43,7 @@ from layerzero.device.accelerator import device_module
 
 __all__ = [
     "DeferredCollectiveError",
+    "DeviceStream",
     "DeviceStreams",
     "ImmediateStreams",
     "ReductionStreams",
@@ -361,31 +363,42 @@ class ImmediateStreams(ReductionStreams):
 
 
 class _DeviceEvents:
-    def __init__(self, module: Any, events: tuple[Any, ...]) -> None:
+    """One event on each of some streams. A wait is for all of them."""
+
+    def __init__(self, module: Any, streams: Sequence[Any]) -> None:
         self._module = module
-        self._events = events
+        self._events = tuple((stream, stream.record_event()) for stream in streams)
 
     def wait(self) -> None:
         current = self._module.current_stream()
-        for event in self._events:
-            current.wait_event(event)
+        for stream, event in self._events:
+            if stream != current:
+                current.wait_event(event)
+
+    def query(self) -> bool:
+        return all(event.query() for _, event in self._events)
 
 
-class _DeviceStream(Stream):
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module = module
-        self._stream = module.Stream(device, priority=-1)
+class DeviceStream(Stream):
+    """High-priority stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = device_module(device)
+        self._stream = self._module.Stream(device, priority=-1)
 
     def run(self, operation: Operation) -> None:
         with self._module.stream(self._stream):
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
-        with self._module.stream(self._stream):
-            awaited.wait()
+        self.run(awaited.wait)
+
+    def wait_current(self) -> None:
+        """Make operations that are enqueued later wait for the work so far on the current stream."""
+        self._stream.wait_stream(self._module.current_stream())
 
     def record_event(self, waiting: Waiting = nullcontext) -> _DeviceEvents:
-        return _DeviceEvents(self._module, (self._stream.record_event(),))
+        return _DeviceEvents(self._module, (self._stream,))
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
@@ -398,19 +411,19 @@ class DeviceStreams(ReductionStreams):
     created. The same stream must be current when this object is constructed.
     """
 
-    zero3: _DeviceStream
-    replica: _DeviceStream
+    zero3: DeviceStream
+    replica: DeviceStream
     host_is_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = device_module(device)
         self._first_stream = self._module.current_stream()
-        self.zero3, self.replica = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
+        self.zero3, self.replica = DeviceStream(device), DeviceStream(device)
 
     def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
         streams = (current,) if current == self._first_stream else (current, self._first_stream)
-        return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
+        return _DeviceEvents(self._module, streams)
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:
         for stream in (self.zero3, self.replica):

@@ -233,8 +233,10 @@ class Handle:
         if self.full_precision is not None:
             self.full_precision.wait()
         else:
-            self.weights.finish_refresh()
+            if not self.weights.buffer.gather_waits_for_refresh:
+                self.weights.finish_refresh()
             self.weights.wait_gather()
+            self.weights.finish_refresh()
             self._gathered_params.fill(self.weights.pool)
         self.weights.end_gather()
 

@@ -489,8 +489,10 @@ class HandleReduction:
             ready = stream.record_event(self._waiting(number))
             self.finished_events.append(ready)
             comm = self._comm_of(stage)
-            if comm.reduces_on_stream and not is_encoded:
-                comm.held_group.last_reduction = ready
+            if comm.uses_streams and is_encoded:
+                comm.held_group.last_awaited = ready
+            elif comm.uses_streams:
+                comm.held_group.last_on_stream = ready
 
     def _submit_to_threads(self, streams: ReductionStreams) -> None:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""

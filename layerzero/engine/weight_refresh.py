@@ -3,7 +3,7 @@
 An optimizer step launches the refreshes of the masters that it updates, part by part or at its end. If a pipeline
 schedule defers refreshes, or if more optimizers are expected to step before the next forward pass, the refreshes are
 launched later, at the latest by that forward pass. It also launches the refreshes of masters that were changed outside
-of steps. A handle waits for its refresh before its weights are next gathered or used.
+of steps. The next gather or use of a handle's weights waits for the refresh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALL_ALIKE = (
 
 
 class WeightRefresher:
-    """Object that launches the refreshes of handles. Each handle waits for its refresh before its next gather.
+    """Object that launches the refreshes of handles. The next gather of a handle waits for its refresh.
 
     Args:
         handles: handles of the model.

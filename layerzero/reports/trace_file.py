@@ -86,10 +86,10 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     blocks.0``. Times are absolute, so you can concatenate the ``traceEvents`` lists from several ranks' files.
 
     On the CPU, the bar of a collective ends when the collective's data have arrived. The bar begins when the collective
-    is launched or when the previous bar on the same row ends, whichever is later. On an accelerator, all times refer to
-    the compute stream. A collective ends when the compute stream no longer waits for it. When the context exits, the
-    host waits for collectives that were launched inside the context. Recording an event takes tens of microseconds and
-    a few hundred bytes, so trace a few steps, not an entire run.
+    is launched or when the previous bar on the same row ends, whichever is later. On an accelerator, the times of an
+    operation refer to the stream on which it was enqueued. A collective ends when the first stream that waits for it
+    can continue. When the context exits, the host waits for collectives that were launched inside the context.
+    Recording an event takes tens of microseconds and a few hundred bytes, so trace a few steps, not an entire run.
 
     The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for
     ``layerzero simulate`` or your own script.

@@ -6,6 +6,7 @@ See tests/support/late_device.py for the simulated device.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm.collectives import PendingCollective, PendingSmallGather, _StreamReduction, all_gather_small
+from layerzero.comm.collectives import (
+    Collective,
+    PendingCollective,
+    PendingSmallGather,
+    _StreamReduction,
+    all_gather,
+    all_gather_small,
+)
 from layerzero.device.accelerator import CurrentStream
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
@@ -327,8 +335,8 @@ def _gathers_between_replicas(rank: int) -> None:
     register()
     mesh, bf16 = mesh_on(NAME, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with Device().installed():
-        for accumulation in ("local", "sharded"):
-            model = _shard(mesh, accumulation=accumulation, mp_policy=bf16)
+        for accumulation, codec in itertools.product(("local", "sharded"), (None, layerzero.Int8Blocks())):
+            model = _shard(mesh, accumulation=accumulation, mp_policy=bf16, hop2_codec=codec)
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             for step in range(4):
                 with layerzero.no_sync(model):
@@ -345,6 +353,26 @@ def _gathers_between_replicas(rank: int) -> None:
 
 def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators() -> None:
     run_ranks(_gathers_between_replicas)
+
+
+def _gathers_after_a_launch(rank: int) -> None:
+    """A collective on the backend's stream is in flight when a gather of the same communicator is launched."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = _shard(mesh)
+        comm = get_state(model).mesh_info.replica_comm
+        for number in range(8):
+            own, gathered = torch.full((3,), 10.0 * rank + number), torch.empty(3 * comm.size)
+            before = all_gather_small(comm, Collective.METADATA, own)
+            all_gather(comm, Collective.METADATA, gathered, own).wait()
+            expected = [10.0 * each + number for each in dist.get_process_group_ranks(comm.group)]
+            assert gathered.view(-1, 3)[:, 0].tolist() == expected
+            assert before.wait()[:, 0].tolist() == expected
+
+
+def test_a_gather_waits_for_an_earlier_collective_of_its_communicator() -> None:
+    run_ranks(_gathers_after_a_launch)
 
 
 def _waits_for_hop1(rank: int) -> None:
@@ -400,10 +428,65 @@ def _waits_for_hop1(rank: int) -> None:
                     ), mode
                     optimizer.step()
                     optimizer.zero_grad()
+            del model, optimizer, streams, handles
+            gc.collect()
 
 
 def test_the_computation_does_not_wait_for_reductions_inside_no_sync() -> None:
     run_ranks(_waits_for_hop1)
+
+
+def _waits_for_refreshes(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed() as device:
+        model = _shard(mesh, prefetch=2)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for step in range(2):
+            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mesh_info = get_state(model).mesh_info
+        streams = {"gather": mesh_info.zero3_gather_comm.stream, "refresh": mesh_info.replica_comm.stream}
+        names = {stream._stream: name for name, stream in streams.items()}
+        recorded_on: dict[Event, Stream] = {}
+        waits: defaultdict[str, list[str]] = defaultdict(list)  # what each stream waits for, in order
+        record, wait = Stream.record_event, Stream.wait_event
+
+        def recording(stream: Stream) -> Event:
+            event = record(stream)
+            recorded_on[event] = stream
+            return event
+
+        def waiting(stream: Stream, event: Event) -> None:
+            if (awaited := names.get(recorded_on.get(event, stream))) is not None:
+                waits["compute" if stream.computes else names[stream]].append(awaited)
+            wait(stream, event)
+
+        # The refreshes in flight were launched before the events are recorded.
+        recorded_on |= {
+            event: stream
+            for handle in get_state(model).handles
+            for work in handle.weights._refreshing.each
+            for stream, event in work._completed._events
+        }
+        with mock.patch.object(Stream, "record_event", recording), mock.patch.object(Stream, "wait_event", waiting):
+            model(torch.ones(2, 5))
+        units = UNITS + 1
+        assert waits["gather"].count("refresh") == units, waits
+        assert waits["compute"] == ["gather", "refresh"] * units, waits
+        assert not device.kept
+
+        integer_loss(model, integer_batch(rank=rank)).backward()
+        optimizer.step()
+        shards = {handle.weights.zero3_shard.data_ptr() for handle in get_state(model).handles}
+        del model, optimizer
+        gc.collect()
+        assert shards <= {tensor.data_ptr() for tensor in device.kept}, "refreshes may still use the memory"
+
+
+def test_gathers_and_not_the_computation_wait_for_refreshes() -> None:
+    run_ranks(_waits_for_refreshes)
 
 
 def _deleted(rank: int) -> None:

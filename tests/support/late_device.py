@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import DeviceBufferPool
-from layerzero.device.streams import _DeviceStream
+from layerzero.device.streams import DeviceStream
 from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
@@ -202,7 +202,7 @@ class Device:
         self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream of the last write, and its number
         self._current: Stream | None = None
         self._poisoned: set[int] = set()
-        self.kept: list[Tensor] = []  # accumulators whose memory stays until the engine's streams have used them
+        self.kept: list[Tensor] = []  # tensors whose memory stays until the engine's streams have used them
 
     def is_current_stream_capturing(self) -> bool:
         return self.captures
@@ -232,7 +232,7 @@ class Device:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
-            stack.enter_context(mock.patch.object(_DeviceStream, "keep_until_done", self._keep))
+            stack.enter_context(mock.patch.object(DeviceStream, "keep_until_done", self._keep))
             stack.enter_context(mock.patch.object(DeviceBufferPool, "_subtract", self._poisons()))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))

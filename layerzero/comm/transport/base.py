@@ -87,12 +87,15 @@ class FullBuffer(ABC):
         shard: ZeRO-3 shard of this rank, 1-D [G / S], compute dtype. Refreshes write to it. The shard may be in host
             memory; see `GatherOptions`.
         read_by_peers: True if peers read `shard` in place. The shard may then be written only in write rounds.
+        gather_waits_for_refresh: True if the stream of a gather, instead of the caller, waits for a refresh. See
+            [Note: Collectives on streams of the engine] in comm/collectives.py.
         full_bytes: size of `full` in bytes while it is gathered, or 0 if `full` has no memory apart from the shard.
         encoded_bytes: size of the encoded shards in bytes during a gather.
         post_forward_bytes: size of the post-forward shard in bytes while the shard is kept.
     """
 
     read_by_peers = False
+    gather_waits_for_refresh = False
 
     def __init__(
         self, full: Tensor, shard: Tensor, *, full_bytes: int = 0, encoded_bytes: int = 0, post_forward_bytes: int = 0
@@ -114,11 +117,13 @@ class FullBuffer(ABC):
         return False
 
     @abstractmethod
-    def gather(self, *, name: str) -> Waitable | None:
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> Waitable | None:
         """Start filling `full` with the shards of all ranks. Return None if no wait is needed.
 
         Args:
             name: name of the unit, for messages and traces.
+            after: refresh for which the gather waits instead of the caller. Must be None unless
+                `gather_waits_for_refresh` is True.
         """
 
     def free(self) -> None:  # noqa: B027 - a resident buffer frees nothing
@@ -151,7 +156,7 @@ class LocalBuffer(FullBuffer):
     def __init__(self, shard: Tensor) -> None:
         super().__init__(shard, shard)
 
-    def gather(self, *, name: str) -> None:
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> None:
         return None
 
 

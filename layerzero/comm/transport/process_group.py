@@ -109,6 +109,7 @@ class GatheredFullBuffer(FullBuffer):
             post_forward_bytes=self._post_forward.size,
         )
         self._host_shard = host
+        self.gather_waits_for_refresh = self._comm.uses_streams and host is None and not self._sizes
         self._input = shard if host is None else own_shard  # input of gathers
         self._pool = pool
         pool.free(self._encoded.untyped_storage())
@@ -122,22 +123,22 @@ class GatheredFullBuffer(FullBuffer):
     def has_post_forward_shard(self) -> bool:
         return self._post_forward.nbytes > 0
 
-    def gather(self, *, name: str) -> PendingCollective | PendingDecode | Fetch:
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingDecode | Fetch:
         self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
-        return self._post_forward.gather(name=name) or self._gather_shards(name)
+        return self._post_forward.gather(name=name) or self._gather_shards(name, after)
 
-    def _gather_shards(self, name: str) -> PendingCollective | PendingDecode | Fetch:
+    def _gather_shards(self, name: str, after: PendingCollective | None) -> PendingCollective | PendingDecode | Fetch:
         if self._host_shard is None:
-            return self._all_gather(name)
+            return self._all_gather(name, after)
         if self._comm.size == 1:
             return self._host_shard.start_fetch(self._input)
         with self._host_shard.fetch_into(self._input, on_copy_stream=self._codec is None):
             return self._all_gather(name)
 
     @torch.no_grad()
-    def _all_gather(self, name: str) -> PendingCollective | PendingDecode:
+    def _all_gather(self, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingDecode:
         if self._codec is None or not self.encoded_bytes:
-            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name)
+            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name, after=after)
         self._pool.allocate(self._encoded.untyped_storage(), self.encoded_bytes)
         rank = self._comm.rank
         own_bytes = self._encoded.chunk(self._comm.size)[rank]

@@ -251,7 +251,7 @@ class SharedFullBuffer(FullBuffer):
         self._launched = 0
         self._read = 0  # number of refreshes that all ranks are known to have completed
 
-    def gather(self, *, name: str) -> PendingShards:
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingShards:
         self._barrier.count_gather(name)
         return PendingShards(self, name)
 
