@@ -498,8 +498,8 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         return "null  # the units that you passed" if yaml else "your_units"
     names = [unit if isinstance(unit, str) else unit_text or unit.__name__ for unit in named]
     if yaml:
-        added_classes = " and its own embedding and head" if len(names) > 1 else ""
-        comment = f"  # the class of your model's blocks{added_classes}" if unit_text else ""
+        added_names = ", and the names of its embedding and head" if len(names) > 1 else ""
+        comment = f"  # replace with the class of your model's blocks{added_names}" if unit_text else ""
         return f"[{', '.join(names)}]{comment}"
     quoted = [
         f'"{name}"' if unit_text or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)
