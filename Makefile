@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: $(VENV)/ready  ## the default tests
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/ready  ## tests with restarts, kills, timeouts, pages, examples and long schedules
+test-slow: $(VENV)/ready  ## tests with restarts, kills, timeouts, pages, examples, long schedules and more settings
 	$(PYTEST) -m slow $(ARGS)
 
 soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; ARGS="--seconds 3600 --seed 1000" for more and others

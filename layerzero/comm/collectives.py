@@ -169,11 +169,11 @@ class Transfer(Protocol):
 
 def _wait_for_last(group: HeldGroup) -> None:
     """Make the current stream of the engine wait for the last collective of `group`."""
-    events, group.last_on_stream, group.last_awaited = (group.last_on_stream, group.last_awaited), None, None
+    events, launched = (group.last_on_stream, group.last_encoded_reduction), group.last_launch
+    group.last_on_stream = group.last_encoded_reduction = group.last_launch = None
     for event in events:
         if event is not None:
             event.wait()
-    launched, group.last_launch = group.last_launch, None
     if launched is not None and (pending := launched()) is not None:
         pending.make_stream_wait()
 

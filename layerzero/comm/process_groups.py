@@ -129,8 +129,8 @@ class HeldGroup:
             waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
         last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
             waited for it. Only set on a device.
-        last_awaited: event after a stream of the engine has waited for the last encoded reduction, if no later
-            collective on a stream of the engine has waited for the event.
+        last_encoded_reduction: event after the last encoded reduction, if no later collective on a stream of the engine
+            has waited for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
@@ -142,7 +142,7 @@ class HeldGroup:
         self.reserved: Reservation | None = None
         self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
-        self.last_awaited: Waitable | None = None
+        self.last_encoded_reduction: Waitable | None = None
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL

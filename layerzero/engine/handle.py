@@ -233,8 +233,6 @@ class Handle:
         if self.full_precision is not None:
             self.full_precision.wait()
         else:
-            if not self.weights.buffer.gather_waits_for_refresh:
-                self.weights.finish_refresh()
             self.weights.wait_gather()
             self.weights.finish_refresh()
             self._gathered_params.fill(self.weights.pool)

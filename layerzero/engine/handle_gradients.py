@@ -490,7 +490,7 @@ class HandleReduction:
             self.finished_events.append(ready)
             comm = self._comm_of(stage)
             if comm.uses_streams and is_encoded:
-                comm.held_group.last_awaited = ready
+                comm.held_group.last_encoded_reduction = ready
             elif comm.uses_streams:
                 comm.held_group.last_on_stream = ready
 

@@ -243,11 +243,12 @@ class WeightStorage:
 
     def launch_gather(self) -> Waitable | None:
         """Launch the gather of the full buffer and return it for :meth:`begin_gather`, or None if no wait is needed."""
-        if self.needs_gather and not self.buffer.gather_waits_for_refresh:
+        if self.buffer.gather_waits_for_refresh:
+            assert not isinstance(self._refreshing, PendingRefresh)  # devices refuse encoded refreshes
+            return self.buffer.gather(name=self.label, after=self._refreshing)
+        if self.needs_gather:
             self.finish_refresh()
-        refreshing = self._refreshing if self.buffer.gather_waits_for_refresh else None
-        assert refreshing is None or isinstance(refreshing, PendingCollective)
-        return self.buffer.gather(name=self.label, after=refreshing)
+        return self.buffer.gather(name=self.label)
 
     def begin_gather(self, pending: Waitable | None) -> None:
         """Record that the gather `pending` was launched. None means that there is nothing to wait for."""

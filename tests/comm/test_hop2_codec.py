@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()
@@ -150,7 +150,7 @@ def _same_bits(rank: int) -> None:
         assert not different(*found), (size, mode, settings)
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None) -> None:
     run_ranks(_same_bits, shared_memory=shared_memory)
 
@@ -455,7 +455,7 @@ def _counted(rank: int) -> None:
         assert traffic.bytes["hop2"] < 0.6 * exact * calls, "small parts are padded to 16 bytes"
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_bytes_and_memory_are_those_that_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_counted, shared_memory=shared_memory)
 

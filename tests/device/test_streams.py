@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,6 +35,7 @@ from layerzero.device.accelerator import CurrentStream
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
+from layerzero.engine.weight_storage import GatherState
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import (
     SideBySide,
@@ -442,10 +444,6 @@ def _waits_for_refreshes(rank: int) -> None:
     with Device().installed() as device:
         model = _shard(mesh, prefetch=2)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        for step in range(2):
-            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
         mesh_info = get_state(model).mesh_info
         streams = {"gather": mesh_info.zero3_gather_comm.stream, "refresh": mesh_info.replica_comm.stream}
         names = {stream._stream: name for name, stream in streams.items()}
@@ -460,17 +458,15 @@ def _waits_for_refreshes(rank: int) -> None:
 
         def waiting(stream: Stream, event: Event) -> None:
             if (awaited := names.get(recorded_on.get(event, stream))) is not None:
-                waits["compute" if stream.computes else names[stream]].append(awaited)
+                waits["compute" if stream.computes else names.get(stream, "reduce")].append(awaited)
             wait(stream, event)
 
-        # The refreshes in flight were launched before the events are recorded.
-        recorded_on |= {
-            event: stream
-            for handle in get_state(model).handles
-            for work in handle.weights._refreshing.each
-            for stream, event in work._completed._events
-        }
         with mock.patch.object(Stream, "record_event", recording), mock.patch.object(Stream, "wait_event", waiting):
+            for step in range(2):
+                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            waits.clear()
             model(torch.ones(2, 5))
         units = UNITS + 1
         assert waits["gather"].count("refresh") == units, waits
@@ -479,14 +475,34 @@ def _waits_for_refreshes(rank: int) -> None:
 
         integer_loss(model, integer_batch(rank=rank)).backward()
         optimizer.step()
-        shards = {handle.weights.zero3_shard.data_ptr() for handle in get_state(model).handles}
-        del model, optimizer
+        model.units[0].unshard(async_op=True)
+        weights = [handle.weights for handle in get_state(model).handles]
+        used = {each.zero3_shard.data_ptr() for each in weights}
+        used |= {each.full_buffer.data_ptr() for each in weights if each.state is GatherState.GATHERING}
+        assert len(used) == len(weights) + 1
+        del model, optimizer, weights
         gc.collect()
-        assert shards <= {tensor.data_ptr() for tensor in device.kept}, "refreshes may still use the memory"
+        assert used <= {tensor.data_ptr() for tensor in device.kept}, "a gather and refreshes may still use the memory"
 
 
 def test_gathers_and_not_the_computation_wait_for_refreshes() -> None:
     run_ranks(_waits_for_refreshes)
+
+
+def _other_gathers(rank: int, path: str) -> None:
+    """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
+    register()
+    mesh, bf16 = mesh_on(NAME, 4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for settings in ({"gather_codec": layerzero.Float8Rows()}, {"reshard_after_forward": 2}):
+        log, expected = _steps(_shard(mesh_of(4), mp_policy=bf16, **settings), rank, path)
+        assert any(launch.startswith("regather") for launch in log) == ("reshard_after_forward" in settings)
+        with Device().installed() as device:
+            _, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, path, device)
+        assert not different(found, expected), settings
+
+
+def test_encoded_gathers_and_regathers_change_no_bit(tmp_path: Path) -> None:
+    run_ranks(_other_gathers, str(tmp_path / "trace"))
 
 
 def _deleted(rank: int) -> None:

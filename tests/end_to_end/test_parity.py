@@ -29,7 +29,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import BOTH, OFF_FIRST, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MICRO_BATCHES = (1, 3)
@@ -241,7 +241,7 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits(shared_memory: str) -> None:
     first, *others = run_ranks(_train_transformer, shared_memory=shared_memory)
     for rank, result in enumerate(others, start=1):

@@ -32,7 +32,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import OFF_FIRST, mesh_of, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, mesh_of, run_ranks
 
 ZERO3_SIZES = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # by number of ranks
 STEPS = 3  # as many as are exact in fp32, see end_to_end/test_parity.py
@@ -190,7 +190,7 @@ def _engine_equals_reference(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_the_engine_equals_the_reference_bit_for_bit(world_size: int, shared_memory: str | None) -> None:
     run_ranks(_engine_equals_reference, world_size=world_size, shared_memory=shared_memory)
 
@@ -224,7 +224,7 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
     [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
 )
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_adamw_in_the_engine_equals_the_reference(
     dtype: torch.dtype, world_size: int, shared_memory: str | None
 ) -> None:

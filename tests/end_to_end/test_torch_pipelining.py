@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import layerzero
-from tests.support.ranks import OFF_FIRST, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, run_ranks
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 8, 2, 4, 3
 
@@ -126,6 +126,6 @@ def _all_cases(rank: int, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1F1B", "Interleaved1F1B"])
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_sharded_stages_train_like_one_process(interleaved: bool, shared_memory: str) -> None:
     run_ranks(_all_cases, interleaved, shared_memory=shared_memory)

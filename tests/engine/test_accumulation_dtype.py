@@ -35,7 +35,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
 
 BF16 = torch.bfloat16
 MODES = ("sharded", "full")
@@ -212,7 +212,7 @@ def _state_after_seed(rank: int, loop: tuple[bool, ...]) -> Tensor:
     return torch.get_rng_state()
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str | None) -> None:
     run_ranks(_rounded, shared_memory=shared_memory)
 

@@ -15,7 +15,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
-from tests.support.ranks import OFF_FIRST, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, run_ranks
 
 WORLD = 4
 
@@ -74,7 +74,7 @@ def _forget(rank: int) -> None:
             gc.enable()
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(shared_memory: str | None) -> None:
     run_ranks(_forget, world_size=WORLD, shared_memory=shared_memory)
 

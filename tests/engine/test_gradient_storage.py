@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped by z (to None), k (to zeros) and
 # d (one parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
@@ -35,6 +35,7 @@ ODD_ORDERS = (
     *("rdr", "rdur", "rudr", "rudur", "uurdr", "rudd", "rdsur", "rdud"),
     *("rfrfr", "rfur", "rufur", "rfurfr", "rxr", "ruxur", "rxurr", "uzfew"),
 )
+BF16, F64, SLOW = torch.bfloat16, torch.float64, pytest.mark.slow
 # Sums of these orders are exact in bf16.
 EXACT_IN_BF16 = ("rur", "ruur", "urur", "rzur", "ruzr", "rukr", "ukur", "rdur", "rudr", "rufur", "ruxur")
 
@@ -96,29 +97,15 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         pytest.param(2, "sharded", {}, ODD_ORDERS[:9], id="backwards and steps"),
         pytest.param(2, "sharded", {}, ODD_ORDERS[9:16], id="all forgotten"),
         pytest.param(2, "sharded", {}, ODD_ORDERS[16:], id="some forgotten, frozen, failed"),
-        pytest.param(
-            2,
-            "sharded",
-            {"replica_reduce_dtype": torch.float64},
-            ODD_ORDERS[::5],
-            id="copies are sent",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(2, "sharded", {"replica_reduce_dtype": F64}, ODD_ORDERS[::5], id="copies are sent", marks=SLOW),
         pytest.param(2, "full", {}, ODD_ORDERS[1::3], id="full"),
-        pytest.param(2, "sharded", {"accumulation_dtype": torch.bfloat16}, EXACT_IN_BF16, id="sharded in bf16"),
-        pytest.param(
-            2,
-            "full",
-            {"accumulation_dtype": torch.bfloat16},
-            EXACT_IN_BF16[::2],
-            id="full in bf16",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(2, "sharded", {"accumulation_dtype": BF16}, EXACT_IN_BF16, id="sharded in bf16"),
+        pytest.param(2, "full", {"accumulation_dtype": BF16}, EXACT_IN_BF16[::2], id="full in bf16", marks=SLOW),
         pytest.param(1, "sharded", {}, ODD_ORDERS[2::5], id="S = 1"),
         pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
     ],
 )
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_a_final_gradient_and_later_contributions_never_mix(
     zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], shared_memory: str
 ) -> None:

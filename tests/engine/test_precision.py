@@ -26,7 +26,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, OFF_FIRST, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
@@ -298,7 +298,7 @@ def _land(rank: int) -> None:
             assert scratch[0] < 0.75 * scratch[1], scratch
 
 
-@OFF_FIRST
+@BOTH_SHARED_SLOW
 def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(shared_memory: str | None) -> None:
     run_ranks(_land, world_size=WORLD, shared_memory=shared_memory)
 

@@ -522,7 +522,7 @@ def test_the_tables_of_gpus_are_what_was_measured() -> None:
     "part",
     [
         'loopback, late collectives, "sharded"',
-        "loopback, without a wait for collectives",
+        "loopback, without a wait for gathers",
         "sanitizer, offload grads",
         "sanitizer, without a wait for gradients",
         "compute-sanitizer",
