@@ -243,7 +243,6 @@ class _Pool:
 
 
 def _work(pipe: Connection) -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     pipe.send("born")
     gc.freeze()  # collections after each call must not scan torch's own objects, which takes longer than most tests
@@ -275,6 +274,8 @@ def mesh_of(zero3_size: int) -> DeviceMesh:
 def _call(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, setting: _Setting
 ):
+    # An earlier call may have changed it, as examples/train_gpt.py does; layer norm's bf16 gradients depend on it.
+    torch.set_num_threads(1)
     store = dist.FileStore(store_at, world_size) if isinstance(store_at, str) else dist.TCPStore(_HOST, store_at)
     # A long timeout while all ranks connect, even on a busy machine; afterwards the timeout of the test.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TO_MEET)
