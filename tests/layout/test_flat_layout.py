@@ -56,7 +56,8 @@ def longest_shard(layout: Any) -> int:
     for rows, *rest in shapes:
         whole = lcm(prod(rest), layout.align)
         n += -(-rows * prod(rest) // whole) * whole
-    return max(1, n // num_shards + max((prod(rest) for _, *rest in shapes), default=0))
+    longest_row = max((prod(rest) for _, *rest in shapes), default=0)
+    return max(1, n // num_shards + max(longest_row, n // num_shards // 200))
 
 
 def faults(layouts: Any, params: Params, *, num_shards: int, align: int) -> list[str]:

@@ -56,7 +56,8 @@ def test_real_units_meet_both_bars_on_any_number_of_ranks(shapes: UnitShapes) ->
         for layout in layouts:
             longest_row = max(slot.row_numel for slot in layout.slots)
             rounded = sum(-(-prod(slot.shape) // ALIGN) * ALIGN for slot in layout.slots)
-            assert layout.shard_numel <= -(-rounded // num_shards) + longest_row, num_shards
+            more = max(longest_row, rounded / num_shards / 200)
+            assert layout.shard_numel <= -(-rounded // num_shards) + more, num_shards
             if layout.shard_numel >= 100 * longest_row:
                 assert layout.padding <= 0.01 * layout.numel, num_shards
 
@@ -67,7 +68,9 @@ def test_real_units_meet_both_bars_on_any_number_of_ranks(shapes: UnitShapes) ->
         ("GPT-2 small", "block", 4, 1, 0.001),  # only a search over many orders finds one layout here
         ("Llama 7B", "block", 8, 1, 0.0005),
         ("Llama 7B", "block", 64, 1, 0.003),
-        ("Llama 70B", "block", 64, 2, 0.001),
+        ("Llama 70B", "block", 8, 1, 0.0005),
+        ("Llama 70B", "block", 64, 1, 0.004),
+        ("Llama 70B", "block", 256, 2, 0.003),  # one layout would need more than 0.5 %
         ("Mixtral 8x7B", "block", 64, 1, 0.0005),
         ("ViT-B/16", "block", 8, 1, 0.003),
         ("ResNet-50", "stage 4", 8, 1, 0.0005),
