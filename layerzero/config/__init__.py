@@ -21,6 +21,13 @@ ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
 REFRESH_CODECS = (None, "lossless", "auto")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
+_BOOLS = (
+    *OFFLOADS,
+    "pin_memory",
+    "reduce_scatter_with_fp32_accumulation",
+    "registered_memory",
+    "sync_module_states",
+)
 _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # value of `units` that selects the blocks that the model declares
 UNSUPPORTED = "unsupported"  # value of `ignored_params` that selects frozen parameters that cannot be sharded
@@ -81,6 +88,7 @@ class LayerZeroConfig:
     gather_codec: GatherCodec | None = None
     hop2_codec: GatherCodec | None = None
     refresh_codec: str | Int4Difference | None = None
+    registered_memory: bool = False
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -147,7 +155,7 @@ class LayerZeroConfig:
                 f"refresh_codec={self.refresh_codec!r} is not supported. Use one of {REFRESH_CODECS} or "
                 "layerzero.Int4Difference()"
             )
-        for name in (*OFFLOADS, "reduce_scatter_with_fp32_accumulation", "pin_memory", "sync_module_states"):
+        for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not self.pin_memory and not any(getattr(self, name) for name in OFFLOADS):
@@ -255,6 +263,7 @@ class LayerZeroConfig:
             "hop2_codec": codec_text(self.hop2_codec),
             "refresh_codec": refresh if isinstance(refresh, str) else codec_text(refresh),
             "compression that refresh_codec uses": compression,
+            "registered_memory": self.registered_memory,
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }

@@ -34,7 +34,7 @@ from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
-from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
+from layerzero.device.accelerator import CurrentStream, HostDeviceCopies, RegisteredMemory
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
@@ -52,6 +52,7 @@ from layerzero.sharding.build_units import (
     check_meta_init,
     check_offload,
     check_refresh_codec,
+    check_registered_memory,
     parts_to_compare,
     plan_handles,
     require_broadcastable_buffers,
@@ -102,6 +103,7 @@ def shard_model(
     gather_codec: GatherCodec | None = None,
     hop2_codec: GatherCodec | None = None,
     refresh_codec: str | Int4Difference | None = None,
+    registered_memory: bool = False,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -204,6 +206,11 @@ def shard_model(
             compute weights are no longer equal to the cast masters. ``"auto"`` measures the link and the compression
             and chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica,
             the setting has no effect.
+        registered_memory: gather weights in memory that is registered with the backend (NCCL's user buffer
+            registration, as FSDP2's ``set_allocate_memory_from_process_group_for_comm``). ZeRO-3 shards and full
+            buffers then come from the backend's allocator, and other tensors cannot use this memory. If the backend
+            cannot register memory, as on the CPU, the setting raises an error. With S = 1 there are no gathers, and the
+            setting has no effect. This setting is experimental.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
             share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -265,6 +272,7 @@ def shard_model(
             gather_codec=gather_codec,
             hop2_codec=hop2_codec,
             refresh_codec=refresh_codec,
+            registered_memory=registered_memory,
             shared_memory=shared_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
@@ -283,6 +291,7 @@ def shard_model(
         check_codec(plans, config)
         check_refresh_codec(plans, config, root)
         check_offload(plans, config)
+        check_registered_memory(plans, config, root)
         if sync_module_states:
             require_broadcastable_buffers(plans)
         fields = settings_to_compare(model, plans, config)
@@ -334,7 +343,8 @@ def _build(
         )
         if config.hop2_codec is not None:
             connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-    pools = _model_pools(mesh_info.device, config)
+    registered = _registered_memory([site.mesh_info for site in sites.values()], config)
+    pools = _model_pools(mesh_info.device, config, registered)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
         rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
@@ -366,6 +376,8 @@ def _build(
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     runtime = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
     runtime.parameters.remember_origins(origins)
+    if registered is not None:
+        runtime.on_close.append(registered.close)
     runtime.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
     # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
     if uninitialized or (was_on_meta and not config.sync_module_states):
@@ -455,7 +467,15 @@ def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
 
 
-def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
+def _registered_memory(meshes: Iterable[MeshInfo], config: LayerZeroConfig) -> RegisteredMemory | None:
+    """Return memory that is registered for gathers on all `meshes`, or None if it is not needed."""
+    gathering = {each.zero3_gather_comm.group: each.device for each in meshes if each.zero3_size > 1}
+    if not config.registered_memory or not gathering:
+        return None
+    return RegisteredMemory(list(gathering), next(iter(gathering.values())))
+
+
+def _model_pools(device: torch.device, config: LayerZeroConfig, registered: RegisteredMemory | None) -> ModelPools:
     offloads = [name for name in OFFLOADS if getattr(config, name)]
     transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if offloads else None
     if transfers is not None and not transfers.pins:
@@ -468,7 +488,7 @@ def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
     of_grads = transfers if config.offload_grads else None
     return ModelPools(
         BufferPool.of(device),
-        FullBufferPool(device),
+        FullBufferPool(device, registered),
         AccumulatorAllocator(device, of_grads),
         transfers if config.offload_optimizer else None,
         transfers if config.offload_params else None,
