@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -58,7 +58,7 @@ class _RegisteringDevice(Device):
 class _RegisteringGroup(late_device._Group):
     """Group whose backend registers memory. Its communicator exists after the first collective, as with NCCL."""
 
-    registered: list[tuple[_RegisteringGroup, _Pool]] = []  # groups with their pools
+    registered: ClassVar[list[tuple[_RegisteringGroup, _Pool]]] = []  # groups with their pools
     mem_allocator = "the backend's allocator"
 
     def __init__(self, *args: Any) -> None:
