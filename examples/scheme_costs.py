@@ -12,8 +12,8 @@ Model states in bytes per rank (without activations and gathered weights, which 
                                                (accumulation="full", and S = 1: 4 N for the
                                                accumulator and 4 N/D for gradients;
                                                accumulation="local" and a single node: 4 N/D
-                                               for gradients and no accumulator; a single node
-                                               needs no copy of fp32 weights)
+                                               for gradients and no accumulator; fp32 compute
+                                               weights (c = 4) contain the masters)
     FSDP        16 N/D                         all states over all ranks
     HSDP        16 N/S                         all states over one node, a copy in each node
 
@@ -54,14 +54,14 @@ def scheme_costs(
     per_rank, per_node_rank = numel / ranks, numel / zero3_size
     crossing = per_node_rank * (1 - zero3_size / ranks)  # elements that a rank sends to other nodes in one collective
     single_node = zero3_size == ranks
-    weights = 0 if single_node and compute_bytes == 4 else compute_bytes * per_node_rank
+    masters = 0 if compute_bytes == 4 else 4 * per_rank  # fp32 compute weights contain the masters
     whole = accumulation == "full" or (zero3_size == 1 and accumulation == "sharded")
     is_final = accumulation == "local" or (accumulation == "sharded" and single_node)
     accumulator = 4 * numel if whole else 0 if is_final else 4 * per_node_rank
     # A sharded accumulator also contains the reduced gradients.
     gradients = 0 if accumulation == "sharded" and 1 < zero3_size < ranks else 4 * per_rank
     sends = micro_batches if accumulation == "local" else 1
-    states = 12 * per_rank + gradients + weights + accumulator
+    states = masters + 8 * per_rank + compute_bytes * per_node_rank + gradients + accumulator
     return [
         Cost("layerzero", states, crossing * (sends * reduce_bytes + compute_bytes)),
         Cost("FSDP", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),

@@ -377,7 +377,7 @@ def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps:
     for axis, sent in measured.axes.items():
         lines.append(row(f"  all on the {axis} axis", mib(sent / steps), ""))
 
-    lines += ["", row("by formula, a rank (a step), MiB", "model states", "between nodes")]
+    lines += ["", row("by formula, MiB per rank (and step)", "model states", "between nodes")]
     for cost in costs:
         lines.append(row(f"  {cost.scheme}", mib(cost.state_bytes), mib(cost.slow_bytes)))
     return "\n".join([*lines, ""])

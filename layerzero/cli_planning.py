@@ -61,8 +61,8 @@ def _plan(
     hidden: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     vocab: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     heads: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
-    ffn: Annotated[int, typer.Option(help="Default: 4 x hidden.", rich_help_panel=_SIZES)] = 0,
-    kv_heads: Annotated[int, typer.Option(help="Default: heads.", rich_help_panel=_SIZES)] = 0,
+    ffn: Annotated[int, typer.Option(help="Default: 4 x hidden.", show_default=False, rich_help_panel=_SIZES)] = 0,
+    kv_heads: Annotated[int, typer.Option(help="Default: heads.", show_default=False, rich_help_panel=_SIZES)] = 0,
     experts: Annotated[int, typer.Option(help="Experts per layer.", rich_help_panel=_SIZES)] = 0,
     tied: Annotated[
         bool, typer.Option("--tied", help="The head shares the weight of the embedding.", rich_help_panel=_SIZES)
@@ -113,16 +113,20 @@ def _plan(
     accumulation_dtype: Annotated[
         list[str] | None, typer.Option(help="bf16 or none, to try in accumulators; may be repeated. Default: none.")
     ] = None,
-    recompute: Annotated[bool, typer.Option(help="Recompute the forward of blocks in the backward.")] = True,
+    recompute: Annotated[
+        bool, typer.Option(help="Recompute each block's forward during its backward (activation checkpointing).")
+    ] = True,
     activations: Annotated[
-        float, typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.")
+        float,
+        typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.", show_default=False),
     ] = 0.0,
     sites: Annotated[
         int | None,
         typer.Option(help="Number of sites with --nodes nodes each, for layerzero.outer.", rich_help_panel=_SITES),
     ] = None,
     between_sites: Annotated[
-        float | None, typer.Option(help="Gbit/s from a site to the others. Required.", rich_help_panel=_SITES)
+        float | None,
+        typer.Option(help="Gbit/s from a site to the others. Required with --sites.", rich_help_panel=_SITES),
     ] = None,
     every: Annotated[
         int | None, typer.Option(help="Steps between two exchanges of a fragment. Default: 16.", rich_help_panel=_SITES)

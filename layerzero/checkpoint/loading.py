@@ -33,7 +33,7 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
-_WAY_OUT = "For another model, use another folder. Pass strict=False to load only the tensors that match"
+_WAY_OUT = "Use a separate folder for each model. Pass strict=False to load only the tensors that match"
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -153,8 +153,8 @@ def prepare_from(
         rank = model_ranks.rank if ranks == model_ranks.size else None
         if rank is None and model_ranks.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(
-                "%s was saved by %s ranks and is loaded by %s ranks. Values in extra marked by per_rank are loaded as "
-                "None",
+                "%s was saved by %s ranks and is loaded by %s ranks. Values in `extra` that were wrapped in per_rank "
+                "are loaded as None",
                 *(path, ranks, model_ranks.size),
             )
         restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)

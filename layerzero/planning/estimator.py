@@ -217,9 +217,9 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
-    ("gradients in fp32", lambda row: row.choice.num_low_precision),
-    ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
-    ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
+    ("fp32 gradients", lambda row: row.choice.num_low_precision),
+    ("weights sharded within a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
+    ("gradients sent between nodes only once per step", lambda row: row.choice.accumulation == "local"),
     ("the least memory", lambda row: row.peak),
 )
 RULE = (

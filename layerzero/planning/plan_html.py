@@ -110,25 +110,26 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
             f"{escape(waits)}.</p>",
         ),
         (
-            "Time of a micro-batch by number of nodes",
+            "Time per micro-batch by number of nodes",
             f'{times}<p class="note">Each rank has at least one row of each unit, so shards of small units are padded '
-            "on many ranks. The times of layerzero include this padding. The other schemes are modeled without it.</p>",
+            "on many ranks. The times of layerzero include this padding; the other schemes are modeled without it.</p>",
         ),
     ]
     if sites:
         sections.append(("Training at several sites", f"<pre>{escape(sites_text(sites))}</pre>"))
     if plan.best is not None:
-        price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
+        price = f"<p>Price of the cluster: {plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
         snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
-        sections.append(("To paste", snippets))
+        sections.append(("Recommended settings to copy", snippets))
     omitted = (
         f"The table shows {len(rows)} of the {len(plan.rows)} settings of layerzero that were tried: the fastest that "
-        "fit, or the closest if none fits. <code>layerzero plan --all</code> prints all of them. "
+        "fit or, if none fits, those that come closest to fitting. <code>layerzero plan --all</code> prints all of "
+        "them. "
         if len(rows) < len(plan.rows)
         else ""
     )
     parts = [
-        "<h1>Plan</h1>",
+        "<h1>Training plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer_sentence(plan))}</p>',
         f"<p>{si_text(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
         f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
@@ -140,9 +141,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        f'<p class="note">{omitted}{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for '
-        "activations, which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these "
-        "schemes.</p>",
+        f'<p class="note">{omitted}{COLUMNS_TEXT} Memory is computed with the formulas that '
+        "<code>layerzero.memory</code> uses in a run. Activations are estimated. Times of FSDP2, HSDP, HFSDP and "
+        "ZeRO-1 are simulated with models of these schemes.</p>",
         f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (
@@ -166,12 +167,14 @@ def _answer_sentence(plan: Plan) -> str:
     rivals = [each for each in plan.other_schemes if each.fits and each.choice.micro_batches == count]
     fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
-        return f"{sentence} and {memory}; no other scheme fits with {count_text(count, 'micro-batch')}."
+        others = f"no other scheme fits with {count_text(count, 'micro-batch')}"
+        return f"{sentence}, and peak memory is {memory}; {others}."
     change = f"{abs(best.step / fastest.step - 1):.1%}"
     other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
-    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {other}"
+    compared = f"{change} {'shorter' if best.step < fastest.step else 'longer'} than with {other}"
     peak = size_text(fastest.peak)
-    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {peak}."
+    needs = f"peak memory is {memory}, compared with {peak}"
+    return f"{sentence}, {compared}, the fastest other scheme that fits, and {needs}."
 
 
 def _fastest_of_each_scheme(rows: Sequence[Estimate], micro_batches: int) -> list[Estimate]:
@@ -300,7 +303,7 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
     _ticks(axes.yaxis)
     axes.set_xlabel("nodes")
     axes.set_ylabel(unit)
-    return _svg(figure, "Time of a micro-batch by number of nodes")
+    return _svg(figure, "Time per micro-batch by number of nodes")
 
 
 def _table(rows: Sequence[Estimate], best: Estimate | None) -> str:

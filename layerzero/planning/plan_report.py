@@ -55,7 +55,8 @@ HEADER = (
     "step", "tokens/s",
 )  # fmt: skip
 COLUMNS_TEXT = (
-    "reduce: dtype of hop 1, then the dtype or codec of hop 2 and the codec of the refresh if they differ; "
+    "reduce: dtype of gradients in hop 1; after slashes, the dtype or codec of hop 2 and the codec of the refresh, if "
+    "set; "
     "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its "
     "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node. "
     "Times are simulated, not measured."
@@ -232,7 +233,7 @@ class Plan:
             "",
             table(HEADER, [row_cells(row) for row in rows]),
             "",
-            "other schemes, by formulas and models:",
+            "other schemes (memory from formulas, step times simulated):",
             table(HEADER, [row_cells(row) for row in self.other_schemes]),
             "",
             *([links, ""] if (links := links_text(self)) else ()),
@@ -241,7 +242,7 @@ class Plan:
         if best is not None:
             lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
             if best.price:
-                lines += [f"{best.price:,.0f} per day", ""]
+                lines += [f"Price of the cluster: {best.price:,.0f} per day", ""]
         lines += [self.why]
         if best is not None:
             lines += ["", call_text(self), "", yaml_text(self).rstrip()]
@@ -339,9 +340,9 @@ def links_text(plan: Plan) -> str:
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
-        "at which link speeds does layerzero pay off? Steps and tokens/s by Gbit/s per node, and layerzero against the "
-        f"fastest other scheme,\nwith {count_text(count, 'micro-batch')} per step; differences up to {ALIKE_TEXT} are "
-        "ties:"
+        f"step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step. The last column "
+        "compares the throughput of layerzero\nwith that of the fastest other scheme; differences of up to "
+        f"{ALIKE_TEXT} are ties:"
     )
     return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'faster by'), lines)}"
 
@@ -390,7 +391,7 @@ def _kinds_text(row: Estimate) -> str:
     kinds = [(kind, size_text(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     if (gathered := row.peak - device_bytes(row.memory)) > 0:
         kinds.append(("gathered units", size_text(gathered), "at the peak"))
-    return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size_text(row.peak), "")])
+    return table(("kind", "bytes", ""), [*kinds, ("peak of a step", size_text(row.peak), "")])
 
 
 def parts_text(row: Estimate) -> str:
@@ -399,8 +400,8 @@ def parts_text(row: Estimate) -> str:
         "forward": "forward",
         "backward": "backward",
         "update": "optimizer",
-        "add": "adding up",
-        "launch": "launches",
+        "add": "adding received gradients",
+        "launch": "launching collectives",
     }
     parts = sorted(row.parts.items(), key=lambda part: -part[1])
     texts = [f"{named.get(name, f'waiting for {name}')} {seconds_text(value)}" for name, value in parts if value > 1e-6]

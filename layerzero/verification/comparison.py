@@ -100,10 +100,11 @@ class VerifyReport:
 
     def __str__(self) -> str:
         different = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
-        sizes = ", ".join(str(size) for size in sorted({row.zero3_size for row in self.rows}))
+        *sizes, last = [str(size) for size in sorted({row.zero3_size for row in self.rows})] or ["-"]
+        sizes_text = f"{', '.join(sizes)} and {last}" if sizes else last
         names = len({row.name for row in self.rows})
         lines = [
-            f"plain against sharded training: {self.world_size} ranks, zero3_size {sizes}, {self.steps} steps of "
+            f"unsharded and sharded training: {self.world_size} ranks; zero3_size {sizes_text}; {self.steps} steps of "
             f"{self.micro_batches} micro-batches",
             "",
             *_table(self.rows[:_SHOWN]),
@@ -118,9 +119,11 @@ class VerifyReport:
             )
         if different:
             examples = ", ".join(different[:5]) + (", ..." if len(different) > 5 else "")
-            lines.append(f"DIFFERENT: {len(different)} of {names} tensors train differently when sharded: {examples}")
+            lines.append(
+                f"DIFFERENT: {len(different)} of {names} parameters train differently when sharded: {examples}"
+            )
         else:
-            lines.append(f"OK: all {names} tensors train alike")
+            lines.append(f"OK: all {names} parameters match within the tolerance")
         return "\n".join(lines)
 
 

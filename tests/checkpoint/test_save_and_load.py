@@ -171,7 +171,7 @@ def _another_model(rank: int, folder: str) -> None:
         "missing: further0.weight, further0.bias, further1.weight and 37 more",
         "unexpected: 10.bias, 10.weight, 11.bias and 9 more",
         "7.weight: expected shape [5, 3], but the checkpoint has [3, 3]",
-        "For another model, use another folder",
+        "Use a separate folder for each model",
     ):
         assert said in message, f"{said!r} is not in {message}"
     assert len(message) < 1500, message

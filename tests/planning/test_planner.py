@@ -505,9 +505,9 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
         ("the fewest micro-batches", {"micro_batches": 2}),
         ("the fewest offloads", {"offload_grads": True}),
         ("the fewest codecs", {"hop2_codec": "int8_blocks"}),
-        ("gradients in fp32", {"replica_reduce_dtype": torch.bfloat16}),
-        ("weights inside a node", {"zero3_size": 16}),
-        ("gradients between nodes only once per step", {"accumulation": "local"}),
+        ("fp32 gradients", {"replica_reduce_dtype": torch.bfloat16}),
+        ("weights sharded within a node", {"zero3_size": 16}),
+        ("gradients sent between nodes only once per step", {"accumulation": "local"}),
     ]
     worse = [replace(simple, choice=replace(simple.choice, **change)) for _, change in values]
     assert f"prefers {', then '.join(text for text, _ in values)}, then the least memory. " in found.why

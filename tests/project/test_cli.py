@@ -70,7 +70,7 @@ def test_a_right_model_ends_with_0_and_a_table(folder: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert "layers.0.weight" in ran.stdout
     assert "bfloat16" in ran.stdout
-    assert ran.stdout.splitlines()[-1] == "OK: all 4 tensors train alike"
+    assert ran.stdout.splitlines()[-1] == "OK: all 4 parameters match within the tolerance"
     assert ran.stderr == ""
 
 

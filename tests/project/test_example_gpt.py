@@ -267,6 +267,11 @@ def test_on_a_single_node_shards_of_both_kinds_coincide() -> None:
     assert fp32.state_bytes == fsdp.state_bytes == 20 * 16
 
 
+def test_fp32_weights_contain_the_masters() -> None:
+    cost = scheme_costs(80, ranks=4, zero3_size=2, micro_batches=3, compute_bytes=4)[0]
+    assert cost.state_bytes == 20 * 8 + 40 * 4 + 40 * 4
+
+
 def test_nothing_leaves_a_single_node() -> None:
     assert [cost.slow_bytes for cost in scheme_costs(80, ranks=4, zero3_size=4, micro_batches=3)] == [0, 0, 0]
 

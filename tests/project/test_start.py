@@ -60,7 +60,7 @@ def test_a_run_that_is_prolonged_is_the_longer_run(tmp_path: Path) -> None:
     (prolonged / "train.py").write_text(text.replace("width=16", "width=32"), encoding="utf-8")
     failed = _start(prolonged, on_two, ["--device", "cpu", "--steps", "150"])
     assert failed.returncode != 0
-    assert "does not match the model" in failed.stderr and "use another folder" in failed.stderr, failed.stderr
+    assert "does not match the model" in failed.stderr and "Use a separate folder" in failed.stderr, failed.stderr
 
 
 def _steps(said: str) -> list[str]:

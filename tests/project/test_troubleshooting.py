@@ -20,6 +20,7 @@ MAX_ENTRIES, MAX_LINES, MIN_WORDS = 45, 250, 2
 FROM_TORCH = {
     "CUDA out of memory",
     "mat1 and mat2 must have the same dtype",
+    "Input type (float) and bias type (c10::BFloat16) should be the same",
     "one of the variables needed for gradient computation has been modified by an inplace operation",
 }
 

@@ -301,7 +301,10 @@ REFUSED = {
         "a list with the IntegerNet that is passed to shard_model",
         "Remove it from the list",
     ),
-    "unknown in a list": ("ValueError", "units names ['absent'], which the model does not have"),
+    "unknown in a list": (
+        "ValueError",
+        "units contains ['absent'], but the model has no modules or classes with these names",
+    ),
     "callable of a module": ("TypeError", "cannot be called with a name and a module", "callable(name, module)"),
     "settings of fsdp1": (
         "ValueError",

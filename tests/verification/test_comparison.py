@@ -124,11 +124,11 @@ def test_a_report_shows_the_worst_and_the_verdict() -> None:
     lines = str(report).splitlines()
     assert not report.ok
     assert report.worst == rows[0]
-    assert lines[0] == "plain against sharded training: 4 ranks, zero3_size 2, 1 steps of 1 micro-batches"
+    assert lines[0] == "unsharded and sharded training: 4 ranks; zero3_size 2; 1 steps of 1 micro-batches"
     assert lines[3].split() == ["layer.0", "2", "float32", "1.0e+01", "0", "0.0e+00", "0", "1.0e+00", "different"]
     assert "and 10 more rows with smaller differences" in lines
     assert lines[-2] == "note: a note"
     assert lines[-1] == (
-        "DIFFERENT: 9 of 30 tensors train differently when sharded: layer.0, layer.1, layer.2, layer.3, layer.4, ..."
+        "DIFFERENT: 9 of 30 parameters train differently when sharded: layer.0, layer.1, layer.2, layer.3, layer.4, ..."
     )
     assert VerifyReport((), world_size=1, steps=1, micro_batches=1).ok
