@@ -141,7 +141,7 @@ def _strict(rank: int, folder: str) -> None:
     smaller.first = nn.Identity()
     smaller.shift = None
     with pytest.raises(
-        ValueError, match=r"first\.bias; unexpected: first\.weight; unexpected: shift\. For another model"
+        ValueError, match=r"first\.bias; unexpected: first\.weight; unexpected: shift\. Use a separate folder"
     ):
         checkpoint.load(f"{folder}/one", layerzero.shard_model(smaller, mesh=mesh_of(2)))
     with pytest.raises(ValueError, match="missing: the optimizer"):
