@@ -131,6 +131,7 @@ class RegisteredMemory:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._module: Any = device_module(device)
+        self._device = device
         self._backends: list[Any] = [group._get_backend(device) for group in groups]
         self._pool = self._module.MemPool(self._backends[0].mem_allocator)
         for backend in self._backends:
@@ -142,9 +143,13 @@ class RegisteredMemory:
         return context
 
     def close(self) -> None:
-        """End the registration. The memory can still be used. Call this method before the groups are destroyed."""
-        for backend in self._backends:
-            backend.deregister_mem_pool(self._pool)
+        """Wait for the device and end the registration. Call this method before the groups are destroyed.
+
+        The memory can still be used.
+        """
+        self._module.synchronize(self._device)
+        while self._backends:
+            self._backends.pop().deregister_mem_pool(self._pool)
 
 
 class StreamUses:

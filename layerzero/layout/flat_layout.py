@@ -23,8 +23,8 @@ empty). If each row is a multiple of `align`, as is usual, the rounding in n add
 
 - Padding beyond n is at most W or 0.5 % per shard, whichever is larger. This is at most 1 % if a shard is at least 100
   times as long as the longest row.
-- Without the 0.5 %, the blocks of many models would need two layouts, and so twice as many collectives. For example, a
-  block of Llama 70B on 64 ranks has one layout with 0.37 % padding.
+- Without the 0.5 %, the blocks of many models would need two layouts, and twice as many collectives. For example, a
+  block of Llama 70B on 64 ranks has one layout with 0.36 % padding.
 - The bound can always be met. For one row length r, let  L = r * ceil(n / (r * D)),  the first multiple of r for which
   D shards contain n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
   start at any multiple of lcm(r, align). Adjacent slots, each rounded up, need n <= D * L elements. `_pack_slots`

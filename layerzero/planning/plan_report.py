@@ -242,7 +242,7 @@ class Plan:
         if best is not None:
             lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
             if best.price:
-                lines += [f"Price of the cluster: {best.price:,.0f} per day", ""]
+                lines += [f"price of the cluster: {best.price:,.0f} per day", ""]
         lines += [self.why]
         if best is not None:
             lines += ["", call_text(self), "", yaml_text(self).rstrip()]

@@ -128,7 +128,7 @@ def check_registered_memory(plans: Sequence[UnitDefinition], config: LayerZeroCo
         if not registers_memory(group, device):
             raise ValueError(
                 "registered_memory=True needs a backend that registers memory, such as NCCL on GPUs with NVLink "
-                f"switches (Hopper and later), but {backend_of(group, mesh.device_type)} on {device} does not. Leave "
+                f"multicast (Hopper and later), but {backend_of(group, mesh.device_type)} on {device} does not. Leave "
                 "registered_memory out"
             )
 

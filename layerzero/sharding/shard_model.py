@@ -343,7 +343,7 @@ def _build(
         )
         if config.hop2_codec is not None:
             connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-    registered = _registered_memory([site.mesh_info for site in sites.values()], config)
+    registered = _registered_memory([site.mesh_info for site in sites.values()], mesh_info.device, config)
     pools = _model_pools(mesh_info.device, config, registered)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
@@ -467,12 +467,12 @@ def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
 
 
-def _registered_memory(meshes: Iterable[MeshInfo], config: LayerZeroConfig) -> RegisteredMemory | None:
+def _registered_memory(
+    meshes: Iterable[MeshInfo], device: torch.device, config: LayerZeroConfig
+) -> RegisteredMemory | None:
     """Return memory that is registered for gathers on all `meshes`, or None if it is not needed."""
-    gathering = {each.zero3_gather_comm.group: each.device for each in meshes if each.zero3_size > 1}
-    if not config.registered_memory or not gathering:
-        return None
-    return RegisteredMemory(list(gathering), next(iter(gathering.values())))
+    groups = list(dict.fromkeys(each.zero3_gather_comm.group for each in meshes if each.zero3_size > 1))
+    return RegisteredMemory(groups, device) if config.registered_memory and groups else None
 
 
 def _model_pools(device: torch.device, config: LayerZeroConfig, registered: RegisteredMemory | None) -> ModelPools:

@@ -100,11 +100,10 @@ class VerifyReport:
 
     def __str__(self) -> str:
         different = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
-        *sizes, last = [str(size) for size in sorted({row.zero3_size for row in self.rows})] or ["-"]
-        sizes_text = f"{', '.join(sizes)} and {last}" if sizes else last
+        sizes = ", ".join(str(size) for size in sorted({row.zero3_size for row in self.rows}))
         names = len({row.name for row in self.rows})
         lines = [
-            f"unsharded and sharded training: {self.world_size} ranks; zero3_size {sizes_text}; {self.steps} steps of "
+            f"unsharded and sharded training: {self.world_size} ranks; zero3_size {sizes}; {self.steps} steps of "
             f"{self.micro_batches} micro-batches",
             "",
             *_table(self.rows[:_SHOWN]),
