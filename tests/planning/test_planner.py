@@ -287,7 +287,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         found = plan(model, Cluster(nodes=4, accelerators=2, device="cpu"), units=units, micro_batches=[2])
         text = str(found)
         assert found.best is not None and found.best.fits and found.why in text
-        said = text[text.index("# layerzero.yaml") : text.index("reduce: dtype of hop 1")]
+        said = text[text.index("# layerzero.yaml") : text.index("reduce: dtype of gradients in hop 1")]
         path = tmp_path / "layerzero.yaml"
         path.write_text(said)
         config, chosen = LayerZeroConfig.from_yaml(path), found.config

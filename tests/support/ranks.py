@@ -279,8 +279,7 @@ def _call(
     store = dist.FileStore(store_at, world_size) if isinstance(store_at, str) else dist.TCPStore(_HOST, store_at)
     # A long timeout while all ranks connect, even on a busy machine; afterwards the timeout of the test.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TO_MEET)
-    if isinstance(store_at, str):
-        dist.barrier()  # otherwise a rank may leave while other ranks are still connecting
+    dist.barrier()  # otherwise a rank may leave while other ranks are still connecting
     timeout = timedelta(seconds=setting.pg_timeout)
     store.set_timeout(timeout)
     if hasattr(dist, "set_timeout"):
