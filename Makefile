@@ -18,6 +18,8 @@ demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_megatron.py $(ARGS)
 
 # A worker takes whole files, and has ranks of its own: up to eight processes. WORKERS=0 runs everything in one process.
+# Tests start hundreds of processes, and without cached bytecode each of them would compile layerzero for a second.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test: $(VENV)/ready  ## the default tests

@@ -121,7 +121,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     ranks, zero3_size = num_saving_ranks(contents.topology) or 0, contents.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
-        f"save {contents.sequence} in its folder, counted from 0; {contents.nbytes:,} bytes in total; "
+        f"save number {contents.sequence + 1} in its folder; {contents.nbytes:,} bytes in total; "
         "all files are intact"
     )
 

@@ -133,7 +133,10 @@ def _plan(
     ] = None,
     fragments: Annotated[
         int | None,
-        typer.Option(help="Parts in which the model is exchanged. Default: 4, or fewer.", rich_help_panel=_SITES),
+        typer.Option(
+            help="Parts of the model that are exchanged in turn. Default: 4, or fewer.",
+            rich_help_panel=_SITES,
+        ),
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
@@ -407,6 +410,8 @@ def _read_model(
     if named is not None and by_sizes:
         raise ValueError(f"{named} and --{by_sizes[0]} exclude each other. Pass either a model or its sizes")
     if named is not None and (Path(named).exists() or ":" not in named):
+        if not Path(named).exists():
+            raise ValueError(f"the model {named!r} is not a file. Pass a config.json, its folder, or a module:function")
         return named
     if named is not None:
         if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not

@@ -120,7 +120,7 @@ class RestorePlan:
             kind, _, name = problem.partition(": ")
             is_known_kind = kind in _KINDS
             by_kind[kind if is_known_kind else ""].append(name if is_known_kind else problem)
-        lines = [f"{self._differ} of {self._count} tensors of the model do not match"]
+        lines = [f"{self._differ} of {self._count} tensors of the model do not match"] if self._differ else []
         for kind, entries in by_kind.items():
             if entries:
                 more = f" and {len(entries) - _EXAMPLES} more" if len(entries) > _EXAMPLES else ""

@@ -107,16 +107,18 @@ def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: S
     findings += _from_warning(_GROUP, warning)
     if overrides := sorted(_OVERRIDES & environment.keys()):
         assignments = ", ".join(f"{name}={environment[name]}" for name in overrides)
-        advice = "Unset those whose benefit you have not measured"
-        findings.append(
-            Finding(_GROUP, "note", f"{assignments}: NCCL does not select the best settings itself", advice)
-        )
+        advice = "Unset variables whose benefit you have not measured"
+        findings.append(Finding(_GROUP, "note", f"{assignments}: NCCL's own choice is overridden", advice))
     reported = {rule.name for rule in rules} | set(overrides) | {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     reported |= {"CUDA_DEVICE_MAX_CONNECTIONS"} if warning else set()
     others = [name for name in sorted(environment) if name.startswith(_PREFIXES) and name not in reported]
     if others:
         findings.append(
-            Finding(_GROUP, "ok", "also set: " + ", ".join(f"{name}={environment[name]}" for name in others))
+            Finding(
+                _GROUP,
+                "ok",
+                "set, without known problems: " + ", ".join(f"{name}={environment[name]}" for name in others),
+            )
         )
     return findings or [Finding(_GROUP, "ok", "no variables of NCCL, CUDA or torch.distributed are set")]
 

@@ -223,7 +223,7 @@ def _unsharded_optimizers(
             continue
         for optimizer in _assigned_names(statement):
             if _only_steps(optimizer, tree, names) and _calls_step(optimizer, following[index + 1 :]):
-                text = f"{optimizer}.step() steps parameters of {name}, which is sharded"
+                text = f"{optimizer} updates the parameters of {name}, which is sharded"
                 fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
                 yield Mistake(call.lineno, text, fix)
 

@@ -21,7 +21,7 @@ from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
-from layerzero.planning.sim_program import Operation, collectives_in, computations_in
+from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, StartReduction, collectives_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
@@ -168,12 +168,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return not self.shortfall
+        return not any(self.shortfalls)
 
     @property
-    def shortfall(self) -> float:
-        """Larger of `excess` and `host_excess`, in bytes. Plans sort settings that do not fit by this value."""
-        return max(self.excess, self.host_excess)
+    def shortfalls(self) -> tuple[float, float]:
+        """`excess` and `host_excess` in bytes, the larger one first. Plans sort settings that do not fit by this."""
+        return max(self.excess, self.host_excess), min(self.excess, self.host_excess)
 
     @cached_property
     def _cost(self) -> StepCost:
@@ -188,8 +188,9 @@ class Estimate:
     def parts(self) -> dict[str, float]:
         """Duration of each part of `step`, in seconds.
 
-        The parts are ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time spent waiting for each
-        kind of collective.
+        The parts are ``forward``, ``backward``, ``update``, ``launch``, the time spent waiting for each kind of
+        collective, and ``contention``. Contention is the time by which additions of received gradients and, on a CPU,
+        collectives slow down the other parts.
         """
         return self._cost.parts
 
@@ -475,13 +476,15 @@ def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMac
     sent_bytes = {"zero3": 0.0, "replica": 0.0}
     between = 0.0
     for operation in program:
-        for computation in computations_in(operation):
-            parts[computation.what[0] or "add"] += computation.seconds / _STEPS
+        if isinstance(operation, SimCompute):
+            parts[operation.what[0]] += operation.seconds / _STEPS
+        elif isinstance(operation, SimLaunch | StartReduction):
+            parts["launch"] += machine.launch / _STEPS
         for collective in collectives_in(operation):
             if collective.axis in sent_bytes:
                 sent_bytes[collective.axis] += collective.bytes / _STEPS
             between += machine.sent_between(collective) / machine.node_size / _STEPS
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
-    parts["launch"] = outcome.step - sum(parts.values())
+    parts["contention"] = outcome.step - sum(parts.values())
     return StepCost(outcome.step, dict(parts), sent_bytes, between)

@@ -106,13 +106,16 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         (
             f"A step of {_row_name(row)}",
             f'{step}<p class="note">The figure shows the first and the last of {row.choice.micro_batches} '
-            "micro-batches. The refresh at the left belongs to the previous step. "
+            "micro-batches. Gather: ranks that share weights collect those of the next unit. Hop 1: these ranks "
+            "reduce-scatter gradients. Hop 2: ranks with the same shard reduce-scatter gradients between nodes. "
+            "Refresh: they all-gather the updated weights; the refresh at the left belongs to the previous step. "
             f"{escape(waits)}.</p>",
         ),
         (
             "Time per micro-batch by number of nodes",
-            f'{times}<p class="note">Each rank has at least one row of each unit, so shards of small units are padded '
-            "on many ranks. The times of layerzero include this padding; the other schemes are modeled without it.</p>",
+            f'{times}<p class="note">On many ranks, shards of small units are padded, because a shard is at least '
+            "as large as one row. The times of layerzero include this padding; the other schemes are modeled without "
+            "it.</p>",
         ),
     ]
     if sites:
@@ -142,8 +145,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
         f'<p class="note">{omitted}{COLUMNS_TEXT} Memory is computed with the formulas that '
-        "<code>layerzero.memory</code> uses in a run. Activations are estimated. Times of FSDP2, HSDP, HFSDP and "
-        "ZeRO-1 are simulated with models of these schemes.</p>",
+        "<code>layerzero.memory</code> uses in a run. Activations are estimated, unless you passed their size. Times "
+        "of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
         f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (

@@ -55,11 +55,11 @@ HEADER = (
     "step", "tokens/s",
 )  # fmt: skip
 COLUMNS_TEXT = (
-    "reduce: dtype of gradients in hop 1; after slashes, the dtype or codec of hop 2 and the codec of the refresh, if "
-    "set; "
-    "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its "
-    "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node. "
-    "Times are simulated, not measured."
+    "S: number of ranks that share the weights; reduce: dtype of gradients in hop 1; after slashes, the dtype or codec "
+    "of hop 2 and the codec of the refresh, if set; A: micro-batches per step; peak: maximum in a step, including "
+    "activations if known; room: free memory of the accelerator, without its reserve; host: host memory per rank; "
+    "zero3, replica: bytes that a rank sends per step inside its ZeRO-3 group and to other replicas; between: bytes "
+    "that leave its node. Times are simulated, not measured."
 )
 
 
@@ -96,7 +96,7 @@ class Plan:
         numel: number of parameter elements in the model.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
-            The others follow, in ascending order of :attr:`Estimate.shortfall`.
+            The others follow, in ascending order of :attr:`Estimate.shortfalls`.
         other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, from formulas and models of these schemes.
         best: recommended row; None if no settings fit.
         estimator: estimator that can compute more rows.
@@ -116,11 +116,11 @@ class Plan:
         best = self.best
         if best is None:
             closest = self.rows[0]
-            excess = [size_text(closest.excess)] if closest.excess else []
-            excess += [f"{size_text(closest.host_excess)} of host memory a node"] if closest.host_excess else []
+            excess = [f"{size_text(closest.excess)} per accelerator"] if closest.excess else []
+            excess += [f"{size_text(closest.host_excess)} of host memory per node"] if closest.host_excess else []
             return (
-                f"No settings fit. The closest are {settings_text(closest.choice)}, which lack {' and '.join(excess)}. "
-                "Shorter micro-batches, recompute, a larger zero3_size or more nodes reduce memory."
+                f"No settings fit. The closest are {settings_text(closest.choice)}. They lack {' and '.join(excess)}. "
+                "Smaller micro-batches, activation checkpointing, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
         num_too_large = sum(not row.fits for row in self.rows)
@@ -224,7 +224,8 @@ class Plan:
         fitting = sum(row.fits for row in self.rows)
         rows = self.rows if every_row else shown_rows(self)
         lines = [
-            f"{si_text(self.numel)} parameters in {count_text(self.units, 'unit')}, including the root; "
+            f"{si_text(self.numel)} parameters in {count_text(self.units, 'unit')}, "
+            f"{'including the root' if self.units > 1 else 'the root'}; "
             f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
             speeds_text(self),
@@ -336,7 +337,7 @@ def links_text(plan: Plan) -> str:
     for link in plan.links:
         row = link.rows[LAYERZERO]
         settings = "" if row is None else f"{short_settings(row.choice)} {reduce_text(row.choice)}"
-        advantage = "" if link.advantage is None else f"{link.advantage:+.1%}"
+        advantage = "" if link.advantage is None else f"{round(link.advantage, 3) + 0.0:+.1%}"  # without -0.0%
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
@@ -344,7 +345,7 @@ def links_text(plan: Plan) -> str:
         "compares the throughput of layerzero\nwith that of the fastest other scheme; differences of up to "
         f"{ALIKE_TEXT} are ties:"
     )
-    return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'faster by'), lines)}"
+    return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'difference'), lines)}"
 
 
 def short_settings(choice: Candidate) -> str:
@@ -387,7 +388,7 @@ def speeds_text(plan: Plan) -> str:
 
 
 def _kinds_text(row: Estimate) -> str:
-    remarks = {"activations": "estimated", "reduce_buffer": "in backward"}
+    remarks = {"reduce_buffer": "in backward"}
     kinds = [(kind, size_text(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     if (gathered := row.peak - device_bytes(row.memory)) > 0:
         kinds.append(("gathered units", size_text(gathered), "at the peak"))
@@ -400,8 +401,8 @@ def parts_text(row: Estimate) -> str:
         "forward": "forward",
         "backward": "backward",
         "update": "optimizer",
-        "add": "adding received gradients",
         "launch": "launching collectives",
+        "contention": "contention",
     }
     parts = sorted(row.parts.items(), key=lambda part: -part[1])
     texts = [f"{named.get(name, f'waiting for {name}')} {seconds_text(value)}" for name, value in parts if value > 1e-6]

@@ -171,7 +171,7 @@ def plan(
                 break
             rows += rows_of(size)
     # Nothing depends on the times of rows that do not fit, so do not simulate them. Simulations take most of the time.
-    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else row.shortfall))
+    rows.sort(key=lambda row: (not row.fits, *((-row.tokens, 0.0) if row.fits else row.shortfalls)))
     other_schemes: list[Estimate] = []
     groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 ignores this size and shards over all ranks
     for name in OTHER_SCHEMES:

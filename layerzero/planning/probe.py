@@ -49,7 +49,10 @@ class ProbeResult:
 
     def __str__(self) -> str:
         """Return the fields as YAML. Fields that were not measured are written as comments."""
-        lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
+        lines = [
+            f"# measured on {self.cluster.ranks} ranks",
+            "# The fields that are commented out were not measured and show the defaults. Correct them if necessary.",
+        ]
         for name, value in {**asdict(self.cluster), "between": self.cluster.node_link}.items():
             text = f"{value:.4g}" if isinstance(value, float) else str(value)
             unit = "  # Gbit/s per node" if name == "between" else ""
