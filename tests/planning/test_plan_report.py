@@ -492,7 +492,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
     for arguments, said in (
         (["plan", "--nodes", "2"], "--layers is missing"),
         (["plan", "missing:Net", "--nodes", "2"], "module 'missing' is not on the import path"),
-        (["plan", "config.json", "--nodes", "2"], "No such file"),
+        (["plan", "config.json", "--nodes", "2"], "the model 'config.json' is not a file. Pass a config.json"),
         (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
         (["plan", "x:y", "--probe"], "module 'x' is not on the import path"),
