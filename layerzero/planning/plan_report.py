@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
+_ONE_UNIT = "the whole model is one unit, so each gather collects all weights; `units` or --unit divides it"
 _SHOWN = 12  # number of rows that are shown by default
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
@@ -229,7 +230,9 @@ class Plan:
             f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
             speeds_text(self),
-            f"{fitting} of {len(self.rows)} settings fit into {size_text(cluster.room)}"
+            *([_ONE_UNIT] if self.units == 1 else ()),
+            f"{fitting} of {len(self.rows)} settings fit into {size_text(cluster.room)} "
+            f"({cluster.memory:.4g} GB without the reserve of {cluster.reserve:.4g} GB)"
             + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
             "",
             table(HEADER, [row_cells(row) for row in rows]),

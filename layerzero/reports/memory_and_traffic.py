@@ -22,7 +22,7 @@ __all__ = ["MemoryReport", "TrafficReport", "measure_memory", "memory", "traffic
 class MemoryReport:
     """Memory that a sharded model uses on this rank, in bytes, by kind.
 
-    Kinds of memory on the device:
+    Kinds of memory on the device, which is host memory if the model computes on a CPU:
 
     - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
     - ``zero3_shard``: compute weights.
@@ -63,6 +63,9 @@ class MemoryReport:
         shared_segment: number of bytes of shared memory that the ZeRO-3 group uses, as counted by the operating system.
             It includes the parts of all ranks and the pages of counters. Each rank reports the same number, or 0 if
             memory is not shared.
+
+    In the printed table, the row "on the device" is the sum of all kinds on the device, and the row "shared by the
+    ZeRO-3 group" is `shared_segment`.
     """
 
     predicted: dict[str, int]

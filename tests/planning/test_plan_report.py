@@ -154,6 +154,13 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
     assert f"They lack {size_text(closest[0].excess)}" in tight.why
 
 
+def test_a_model_in_one_unit_is_noted(found: Plan) -> None:
+    whole = plan(lambda: torch.nn.Linear(64, 64), Cluster(nodes=2, accelerators=2), micro_batches=[1])
+    assert whole.units == 1 and "in 1 unit, the root; " in str(whole)
+    assert "the whole model is one unit" in str(whole) and "the whole model is one unit" not in str(found)
+    assert " fit into 76.0 GB (80 GB without the reserve of 4 GB); the " in str(whole)
+
+
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     best = found.best
     assert best is not None
