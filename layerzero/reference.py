@@ -16,11 +16,9 @@ D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (
 For each unit, every micro-batch runs two gathers and one hop 1. Every optimizer step runs one hop 2 and one refresh.
 Only hop 2 and the refresh use the slow links between replicas.
 
-The following features are supported only by the engine: overlap and prefetch; accumulation other than ``"sharded"``;
-alignment; frozen parameters; mixed dtypes; parameters without dims or elements; parameters that a backward does not
-use; weights tied across units; activation checkpointing; recovery from failed backward passes; ranks that start with
-different weights; writes to masters outside of :meth:`ReferenceModel.step`; gradient clipping; checkpoints; tensor and
-expert parallelism.
+Only the engine supports overlap and prefetch; accumulation other than ``"sharded"``; frozen, unused, 0-d or empty
+parameters; mixed dtypes; weights tied across units; activation checkpointing; recovery from failures; ranks that start
+with different weights; edited masters; gradient clipping; checkpoints; tensor and expert parallelism.
 """
 
 from __future__ import annotations
@@ -50,19 +48,18 @@ class Slot:
     shape: tuple[int, ...]  # has at least one dim
     offset: int  # in elements, from the start of the flat order
 
-    def rows_in(self, elements: range) -> slice:
-        """Return the slice of `elements`, a range of flat positions, that contains elements of this parameter."""
-        start = max(self.offset, elements.start)
-        stop = max(start, min(self.offset + prod(self.shape), elements.stop))
-        return slice(start - elements.start, stop - elements.start)
+    def elements_in(self, positions: range) -> slice:
+        """Return the part of `positions` that this parameter occupies, as a slice of `positions` that may be empty."""
+        start = max(self.offset, positions.start)
+        stop = max(start, min(self.offset + prod(self.shape), positions.stop))
+        return slice(start - positions.start, stop - positions.start)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Flat order of a unit, split into S ZeRO-3 shards of R ZeRO-1 shards each.
 
-    ZeRO-1 shard k = s*R + r of rank (r, s) lies inside ZeRO-3 shard s, so every collective stays inside one group. With
-    D = 4 and S = 2::
+    ZeRO-1 shard k = s*R + r of rank (r, s) lies inside ZeRO-3 shard s, so each collective needs one group. Example::
 
         ZeRO-3 |           s=0           |           s=1           |
         ZeRO-1 | k=0 (0, 0) | k=1 (1, 0) | k=2 (0, 1) | k=3 (1, 1) |
@@ -155,11 +152,8 @@ class Unit:
         self.zero3_gradient: Tensor | None = None  # [N/S], fp32, summed over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return a ``[rows, *rest]`` view of each parameter's rows in `flat`, keyed by name.
-
-        `flat` covers the flat positions `elements`.
-        """
-        return {slot.name: flat[slot.rows_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
+        """Return a view ``[rows, *rest]`` of each parameter's rows in `flat`, which has the positions `elements`."""
+        return {slot.name: flat[slot.elements_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
 
     def refresh(self) -> None:
         """Copy the masters of all replicas to the ZeRO-3 shard. Cast the masters first, to send fewer bytes."""
@@ -204,8 +198,7 @@ class ReferenceModel:
 
     Args:
         module: module whose parameters have the same values on all ranks.
-        units: names of submodules. All ranks must call these submodules in the same order. Otherwise collectives of
-            different units would be matched with each other.
+        units: names of submodules, which all ranks must call in the same order, so that their collectives match.
         zero3_group: group of the S ranks in this replica, which share compute weights.
         replica_group: group of the R ranks with the same s, one from each replica.
         compute_dtype: dtype of gathered parameters, and of floating-point inputs of units. Masters are fp32.
@@ -232,9 +225,7 @@ class ReferenceModel:
     ) -> None:
         unassigned = dict(module.named_parameters())
         if unsupported := [name for name, p in unassigned.items() if not (p.requires_grad and p.ndim and p.numel())]:
-            raise ValueError(
-                f"Parameters {unsupported} are frozen, or have no dims or elements. Use layerzero.shard_model."
-            )
+            raise ValueError(f"Parameters {unsupported} are frozen, 0-d or empty. Use layerzero.shard_model.")
         self.module = module
         self.requires_gradient_sync = True
         self.units: list[Unit] = []

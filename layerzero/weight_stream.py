@@ -283,7 +283,11 @@ def _begin_stream(
 
 
 def _refuse_contexts(runtime: LayerZeroState, subject: str) -> None:
-    """Raise RuntimeError if the compute weights are not those of the next forward pass, or are in use."""
+    """Raise RuntimeError during a pass, a weight stream, or a context other than ``EMA.swapped()``.
+
+    Also raise if the model is not usable, for example after a failed load. If the previous pass was interrupted,
+    recover from it first.
+    """
     runtime.scheduler.refuse_passes(subject)
     runtime.scheduler.recover_interrupted_pass()
     runtime.refreshes.require_no_active_use(subject)

@@ -21,7 +21,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
-from layerzero.checkpoint.rank_agreement import RankLostError, failure_of
+from layerzero.checkpoint.rank_agreement import RankLostError, convert_dcp_exception
 from layerzero.comm.process_groups import known_to_torch
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -108,7 +108,7 @@ class _DcpFiles:
             with known_to_torch(group):
                 read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
         except CheckpointException as error:
-            raise failure_of("read", self._path, error) from None
+            raise convert_dcp_exception("read", self._path, error) from None
         except RuntimeError as error:
             raise RankLostError(
                 f"{self._path} could not be read, because a rank has exited or is late: {error}"

@@ -109,10 +109,10 @@ class Manifest:
             raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}, which is not a bool")
         manifest = cls(folder, records, scheme, sequence, token or None, finite)
         for record in () if parts else records.values():
-            manifest.check_presence(record)
+            manifest.check_file(record)
         return manifest
 
-    def check_presence(self, record: FileRecord) -> None:
+    def check_file(self, record: FileRecord) -> None:
         if Path(record.name).name != record.name or record.name in ("", ".", ".."):
             raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
         path = self.folder / record.name

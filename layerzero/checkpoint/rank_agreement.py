@@ -15,7 +15,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "failure_of"]
+__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "convert_dcp_exception"]
 
 PathLike = str | os.PathLike[str]
 
@@ -60,8 +60,9 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
         raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
 
 
-def failure_of(done: str, path: PathLike, error: CheckpointException) -> Exception:
+def convert_dcp_exception(participle: str, path: PathLike, error: CheckpointException) -> Exception:
+    """Return the error to raise for an exception of DCP. `participle` is "written" or "read"."""
     if path_taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
         return FileExistsError(*path_taken[0].args)
     reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
-    return CheckpointError(f"{os.fspath(path)} could not be {done}: {reasons}")
+    return CheckpointError(f"{os.fspath(path)} could not be {participle}: {reasons}")

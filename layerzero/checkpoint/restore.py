@@ -420,7 +420,10 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _mismatch(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
-    """Return the reason why a stored tensor cannot be converted to this shape and dtype without loss, or None."""
+    """Return the reason why a load cannot copy a stored tensor to this shape and dtype, or None if it can.
+
+    The shapes must be equal. The dtypes must be equal, or a lossless floating-point promotion such as bf16 to fp32.
+    """
     if stored.shape != tuple(shape):
         return f"expected shape {list(shape)}, but the checkpoint has {list(stored.shape)}"
     if stored.dtype == dtype:

@@ -22,7 +22,7 @@ from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -32,7 +32,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
+__all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 
 
 def per_rank(value: object) -> PerRank:
@@ -98,19 +98,23 @@ def save(
     _write(_prepare(Path(path), runtime, optimizer, extra, options), runtime.ranks.control_group())
 
 
-def save_with(
-    apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
+def save_with_rank_local_names(
+    rank_local: RankLocalNames | None,
+    path: PathLike,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    extra: object,
 ) -> None:
     """Save a model whose ranks have different parameters under the same names.
 
-    After `apart`, the function takes the positional arguments of :func:`save`. It raises the same errors.
+    After `rank_local`, the function takes the positional arguments of :func:`save`. It raises the same errors.
 
     Args:
-        apart: names under which ranks have different parameters. If None, all ranks have the same parameters.
+        rank_local: names under which ranks have different parameters. If None, all ranks have the same parameters.
     """
     runtime = get_state(model)
     options = _SaveOptions(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, options, apart), runtime.ranks.control_group())
+    _write(_prepare(Path(path), runtime, optimizer, extra, options, rank_local), runtime.ranks.control_group())
 
 
 def save_async(
@@ -307,7 +311,7 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
     except CheckpointException as error:
         if first:
             job.writer.discard()
-        raise failure_of("written", job.path, error) from None
+        raise convert_dcp_exception("written", job.path, error) from None
     except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
         raise RankLostError(
             f"{job.path} could not be written, because a rank has exited or is late: {error}"

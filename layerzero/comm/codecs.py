@@ -14,7 +14,7 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 __all__ = [
-    "EncodedParts",
+    "EncodedPartsSpec",
     "FeedbackCodec",
     "Float8Rows",
     "GatherCodec",
@@ -158,8 +158,8 @@ def residual_numel(layout: FlatLayout, grid: ShardGrid) -> int:
     return grid.numel(layout, Extent.ZERO3) - grid.numel(layout, Extent.ZERO1)
 
 
-class EncodedParts(NamedTuple):
-    """Encoded form of each replica's part of a ZeRO-3 gradient shard."""
+class EncodedPartsSpec(NamedTuple):
+    """Codec, ranges and encoded sizes of each replica's part of a ZeRO-3 gradient shard."""
 
     codec: GatherCodec
     dtype: torch.dtype  # dtype in which parts are encoded, decoded and added
@@ -167,8 +167,8 @@ class EncodedParts(NamedTuple):
     sizes: list[int]  # size of each encoded part, in bytes
 
     @classmethod
-    def of(cls, codec: GatherCodec, layout: FlatLayout, grid: ShardGrid, dtype: torch.dtype) -> EncodedParts:
-        """Return the encoded parts of this rank's shard of a gradient of dtype `dtype`.
+    def of(cls, codec: GatherCodec, layout: FlatLayout, grid: ShardGrid, dtype: torch.dtype) -> EncodedPartsSpec:
+        """Return the spec for this rank's shard of a gradient of dtype `dtype`.
 
         Raises:
             TypeError: ``codec.nbytes`` does not return a number of bytes.

@@ -53,7 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.codecs import EncodedParts, has_feedback
+from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
@@ -300,7 +300,7 @@ class PendingCollective:
     watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # launches recorded by a watchdog
 
     @property
-    def flight(self) -> CollectiveTrace | None:
+    def trace(self) -> CollectiveTrace | None:
         return self.issued.trace
 
     def done(self) -> bool:
@@ -320,7 +320,7 @@ class PendingCollective:
         """
         began = time.perf_counter()
         try:
-            with nullcontext() if self.flight is None or off_main_thread else self.flight.waiting():
+            with nullcontext() if self.trace is None or off_main_thread else self.trace.waiting():
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
@@ -329,8 +329,8 @@ class PendingCollective:
                 raise DeferredCollectiveError(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
         self._record_wait_end()
-        if self.flight is not None:
-            self.flight.record_arrival()
+        if self.trace is not None:
+            self.trace.record_arrival()
         if not off_main_thread:
             self.issued.communicator.counters.waited[self.issued.collective.value] += time.perf_counter() - began
 
@@ -341,8 +341,8 @@ class PendingCollective:
         """
         for work in self.each:
             work.wait()
-        if self.flight is not None:
-            self.flight.record_arrival()
+        if self.trace is not None:
+            self.trace.record_arrival()
 
     def _record_wait_end(self) -> None:
         self.issued.communicator.held_group.in_flight.pop(id(self), None)
@@ -392,7 +392,7 @@ class PendingReduction:
         computed in fp32 and rounded once to the target's dtype.
         """
         try:
-            with nullcontext() if self.work.flight is None else self.work.flight.adding():
+            with nullcontext() if self.work.trace is None else self.work.trace.adding():
                 accumulate_parts(
                     target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale, rounds_once=rounds_once
                 )
@@ -423,14 +423,14 @@ def launching(
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
     comm.counters.record(collective, comm.axis, sent, name)
-    observer, flight = comm.counters.observer, None
+    observer, trace = comm.counters.observer, None
     if observer.recorder is not None or profiler._is_profiler_enabled:
-        flight = observer.flight(
+        trace = observer.trace_collective(
             collective=collective.value, comm=comm.name, axis=comm.axis, ranks=comm.size, name=name, sent=sent
         )
     try:
-        with nullcontext() if flight is None else flight.launching():
-            yield LaunchedCollective(comm, collective, name, flight, on_stream)
+        with nullcontext() if trace is None else trace.launching():
+            yield LaunchedCollective(comm, collective, name, trace, on_stream)
     except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:
@@ -537,7 +537,7 @@ def encoded_reduce_scatter(
     collective: Collective,
     flat: Tensor,
     pool: BufferPool,
-    encoded: EncodedParts,
+    encoded: EncodedPartsSpec,
     *,
     residual: Tensor | None = None,
     name: str = "",
@@ -596,7 +596,7 @@ def encoded_reduce_scatter(
     return PendingReduction(issued.attach_transfers(work), flat, decode_parts, None, release_buffers)
 
 
-def encoded_buffer_sizes(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:
+def encoded_buffer_sizes(encoded: EncodedPartsSpec, numels: Sequence[int], rank: int) -> list[Size]:
     """Return the sizes of the send, receive and summand buffers that :func:`encoded_reduce_scatter` acquires.
 
     Args:

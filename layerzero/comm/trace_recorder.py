@@ -55,14 +55,14 @@ class TraceRecorder:
         self.marks: list[TraceMark] = []
         self.flying: list[CollectiveTrace] = []  # collectives whose completion a thread of the backend reports
 
-    def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
+    def mark(self, kind: str, name: str, began: Any, *, trace: CollectiveTrace) -> None:
         """Record an operation that began at `began` and ends now.
 
         Args:
-            flight: collective to which the operation belongs.
+            trace: collective to which the operation belongs.
         """
         in_background = isinstance(threading.current_thread(), StreamThread)
-        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=in_background))
+        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=trace, in_background=in_background))
 
     def drain(self, seconds: float = math.inf) -> None:
         """Wait, for at most `seconds`, until the threads of the backend have reported all completions.
@@ -71,7 +71,7 @@ class TraceRecorder:
         its process group expires.
         """
         deadline = time.monotonic() + seconds
-        while any(flight.completed is None for flight in self.flying) and time.monotonic() < deadline:
+        while any(trace.completed is None for trace in self.flying) and time.monotonic() < deadline:
             time.sleep(_NAP)
 
 
@@ -123,7 +123,7 @@ class CollectiveTrace:
     def was_awaited(self, began: Any) -> None:
         """Record that the calling thread has waited since `began` for the thread that handles this collective."""
         if self._recorder is not None:
-            self._recorder.mark("wait", self.name, began, flight=self)
+            self._recorder.mark("wait", self.name, began, trace=self)
 
     def record_completions(self, works: Sequence[Any]) -> None:
         """Record the completion times of `works`, if the clock and the backend support this."""
@@ -148,7 +148,7 @@ class CollectiveTrace:
                 yield
         finally:
             if recorder is not None:
-                recorder.mark(kind, self.name, began, flight=self)
+                recorder.mark(kind, self.name, began, trace=self)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class TraceDispatcher:
     def is_recording(self) -> bool:
         return self.recorder is not None or profiler._is_profiler_enabled
 
-    def flight(
+    def trace_collective(
         self, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
     ) -> CollectiveTrace | None:
         if not self.is_recording:
@@ -228,18 +228,18 @@ class TraceDispatcher:
             self.end(key)
 
     @contextmanager
-    def awaiting(self, collective: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
+    def awaiting(self, collective: str, name: str, trace_of: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
         """Context manager that records the calling thread's wait for a collective that another thread handles.
 
         Args:
-            flight: function that is called after the wait. It returns the trace of the collective, or None if the trace
-                is not known.
+            trace_of: function that is called after the wait. It returns the trace of the collective, or None if the
+                trace is not known.
         """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()
         with _profiler_range(f"layerzero.wait {collective} {name}".rstrip()):
             yield
-        if began is not None and (trace := flight()) is not None:
+        if began is not None and (trace := trace_of()) is not None:
             trace.was_awaited(began)
 
     def _close(self) -> object:

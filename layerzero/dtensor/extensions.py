@@ -44,7 +44,7 @@ __all__ = [
     "ExtendedGather",
     "Extension",
     "GatheredBytes",
-    "accumulate_node",
+    "accumulate_grad_node",
     "has_extension",
     "inner_tensor",
     "reason_not_extensible",
@@ -379,7 +379,7 @@ class _Touch(torch.autograd.Function):
         return None
 
 
-def accumulate_node(leaf: nn.Parameter) -> Node:
+def accumulate_grad_node(leaf: nn.Parameter) -> Node:
     """Return the AccumulateGrad node of a leaf. The leaf's class does not need to support any operator."""
     leaf.requires_grad_(True)
     with torch.enable_grad():

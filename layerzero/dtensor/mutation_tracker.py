@@ -43,7 +43,10 @@ class MutationTracker:
         self.was_zeroed = False  # True after zero_(), until the owner of the storage resets it
 
     def replace_for_new_storage(self, reason: str) -> MutationTracker:
-        """Return a tracker for the rows' new storage. Any use of the old storage raises RuntimeError with `reason`."""
+        """Return a tracker for the rows' new storage, and refuse further use of the old storage.
+
+        Any later use of the old storage raises RuntimeError with the message `reason`.
+        """
         self.access_error = reason
         new = MutationTracker()
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad

@@ -249,7 +249,7 @@ class GradientReducer:
             gradients.record_step(slots)
 
     def record_drop(self, params: Sequence[ManagedParam]) -> None:
-        """Record that the final gradients of `params` have been set to zero."""
+        """Record that the final gradients of `params` have been dropped or set to zero, not used by a step."""
         for gradients, slots in self._slots_of(params):
             gradients.record_drop(slots)
 

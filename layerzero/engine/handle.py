@@ -12,7 +12,7 @@ from layerzero.comm.collectives import Communicator
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
-from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_node
+from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_grad_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
@@ -182,7 +182,7 @@ class Handle:
         flat_range, offers_main_grad = slice(slot.offset, slot.end), self.reduction_spec.sends_accumulator
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
-            accumulate_grad = accumulate_node(leaf)
+            accumulate_grad = accumulate_grad_node(leaf)
         else:
             leaf = self._gathered_params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
@@ -300,7 +300,10 @@ class Handle:
 
     @property
     def gathered_bytes(self) -> int:
-        """Number of bytes that gathers currently use, including encoded shards and the post-forward shard."""
+        """Number of bytes currently allocated for gathered weights.
+
+        The number includes encoded shards, the post-forward shard, and the copies of parameters with custom strides.
+        """
         evaluated = 0 if self.full_precision is None else self.full_precision.nbytes
         return self.weights.buffer.nbytes + self._gathered_params.nbytes + evaluated
 

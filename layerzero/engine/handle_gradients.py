@@ -21,7 +21,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
+from layerzero.comm.codecs import EncodedPartsSpec, has_feedback, residual_numel
 from layerzero.comm.collectives import (
     Collective,
     Communicator,
@@ -126,11 +126,11 @@ class HandleGradients:
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     @cached_property
-    def encoded_parts(self) -> EncodedParts | None:
+    def encoded_parts_spec(self) -> EncodedPartsSpec | None:
         """Codec and sizes of the encoded messages of hop 2, or None if hop 2 does not encode its messages."""
         for stage in self.spec.stages:
             if stage.codec is not None:
-                return EncodedParts.of(stage.codec, self._layout, self.mesh_info.grid, stage.wire_dtype)
+                return EncodedPartsSpec.of(stage.codec, self._layout, self.mesh_info.grid, stage.wire_dtype)
         return None
 
     def change_layout(self, layout: FlatLayout) -> None:
@@ -138,7 +138,7 @@ class HandleGradients:
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
         self.residual = None
-        self.__dict__.pop("encoded_parts", None)
+        self.__dict__.pop("encoded_parts_spec", None)
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
         self.accumulator = self._separate or self.buffers[self.spec.accumulator_extent]
@@ -179,7 +179,7 @@ class HandleGradients:
 
         Call this method only when the next message is created, because it changes the state of the errors.
         """
-        encoded = self.encoded_parts
+        encoded = self.encoded_parts_spec
         if encoded is None or not has_feedback(encoded.codec):
             return None
         if self.residual is None:
@@ -587,7 +587,7 @@ class HandleReduction:
         if stage.collective is Collective.HOP1:
             return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
         comm, parts = self._comm_of(stage), gradients.parts
-        if (encoded := gradients.encoded_parts) is not None:
+        if (encoded := gradients.encoded_parts_spec) is not None:
             residual = gradients.residual_to_add()
             return encoded_reduce_scatter(
                 comm, stage.collective, sent, pool, encoded, residual=residual, name=name, parts=parts

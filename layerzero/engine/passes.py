@@ -24,7 +24,7 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"
 
 
 class UnitCall:
-    """One call to a unit. The autograd graph of a forward pass refers to its calls, so the backward pass finds them."""
+    """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 

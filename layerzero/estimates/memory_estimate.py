@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
+from layerzero.comm.codecs import EncodedPartsSpec, has_feedback, residual_numel
 from layerzero.comm.collectives import Collective
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
@@ -93,7 +93,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                 ranks, source_numel = (grid.zero3_size, full_numel) if is_hop1 else (grid.replicas, zero3_numel)
                 sent = (ranks - 1) * (source_numel // ranks) * dtype.itemsize
                 if stage.codec is not None:
-                    widths = EncodedParts.of(stage.codec, layout, grid, dtype).widths
+                    widths = EncodedPartsSpec.of(stage.codec, layout, grid, dtype).widths
                     sent = sum(widths) - widths[grid.replica_rank]
                 sent_bytes.setdefault(stage.collective.value, []).append(sent)
     return sent_bytes

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from layerzero.comm.codecs import EncodedParts
+from layerzero.comm.codecs import EncodedPartsSpec
 from layerzero.comm.collectives import Collective, encoded_buffer_sizes
 from layerzero.comm.encoded_refresh import IN_FLIGHT as REFRESHES_IN_FLIGHT
 from layerzero.comm.encoded_refresh import refresh_buffer_sizes
@@ -231,7 +231,7 @@ def _receive_sizes(handle: HandleSpec, stage: int, traits: RankTraits) -> list[S
     numel = grid.numel(handle.layout, Extent.ZERO3)
     parts = grid.replica_part_sizes(handle.layout) or (numel // grid.replicas,) * grid.replicas
     if reduction_stage.codec is not None:
-        encoded = EncodedParts.of(reduction_stage.codec, handle.layout, grid, reduction_stage.wire_dtype)
+        encoded = EncodedPartsSpec.of(reduction_stage.codec, handle.layout, grid, reduction_stage.wire_dtype)
         return encoded_buffer_sizes(encoded, parts, grid.replica_rank)
     own_numel = parts[grid.replica_rank]
     sums_locally = traits.adds_hop2 or grid.replica_part_sizes(handle.layout) is not None

@@ -104,7 +104,7 @@ def parallelize(
         ValueError, TypeError: layerzero does not support a torchtitan setting. The message names the setting and a
             remedy.
     """
-    _refuse_others(model, parallel_dims, training, parallelism)
+    _refuse_unsupported(model, parallel_dims, training, parallelism)
     given_settings = _read_settings(**settings)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
@@ -147,7 +147,7 @@ def _read_settings(config_file: str | None = None, **settings: Any) -> dict[str,
     return values
 
 
-def _refuse_others(
+def _refuse_unsupported(
     model: nn.Module, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
     unknown = {name for name, child in model.named_children() if any(True for _ in child.parameters())} - _DECODERS

@@ -155,10 +155,10 @@ class ShardedChunk(nn.Module):
         Raises:
             NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.
         """
-        from layerzero.megatron.sharded_model_state import global_params, with_weights  # noqa: PLC0415
+        from layerzero.megatron.sharded_model_state import global_params, insert_weights  # noqa: PLC0415
 
         state, _ = global_params(self.module, get_state(self).members.values(), metadata, prefix, sharded_offsets)
-        return with_weights(state)
+        return insert_weights(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full or sharded tensors into the chunk. All data-parallel ranks must call this method.

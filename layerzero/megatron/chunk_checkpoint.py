@@ -29,7 +29,7 @@ from layerzero.checkpoint.atomic_files import (
 )
 from layerzero.checkpoint.loading import PreparedLoad, prepare_load
 from layerzero.checkpoint.run_folder import clear_leftovers
-from layerzero.checkpoint.saving import save_with
+from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import expert_names_of
@@ -79,7 +79,7 @@ def save(
             average = None if ema is None else _average_to_store(ema.state_dict(), apart)
             chunk_fields = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
             extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
-            save_with(apart, part, chunk, inner, extra_state)
+            save_with_rank_local_names(apart, part, chunk, inner, extra_state)
     except Exception as error:
         failure = error
     try:

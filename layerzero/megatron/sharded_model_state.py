@@ -27,7 +27,7 @@ from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
-__all__ = ["GlobalParam", "global_params", "with_weights"]
+__all__ = ["GlobalParam", "global_params", "insert_weights"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def global_params(
     return state, params
 
 
-def with_weights(state: dict[str, Any]) -> dict[str, Any]:
+def insert_weights(state: dict[str, Any]) -> dict[str, Any]:
     """Replace each GlobalParam in `state` with an entry that contains a copy of this rank's rows in compute dtype.
 
     `state` is modified in place and returned.

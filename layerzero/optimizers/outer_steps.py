@@ -287,8 +287,8 @@ class _Fragment:
     def blocks(self) -> list[ParamRows]:
         """Range of each parameter's elements in a 1-D tensor [n], for the codec.
 
-        Codecs do not share a scale between parameters. Copies of a parameter on a tensor-parallel axis must be decoded
-        equally, although their neighbors in the tensor differ.
+        A codec never uses one scale for two of these ranges. Otherwise, ranks on a tensor-parallel axis would decode
+        different values for their copies of a parameter, because the elements around the copies differ.
         """
         blocks, first = [], 0
         for handle in self.handles:

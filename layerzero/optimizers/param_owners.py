@@ -88,10 +88,10 @@ class OwnerTable:
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
 
-        A group whose kind was not in the compatibility trial needs full parameters if any other kind needs them.
+        If any kind of group needs full parameters, so does a group whose kind the compatibility trial did not cover.
 
         Args:
-            members: pairs of a parameter in the group and its master.
+            members: (parameter, master) pairs of the group.
         """
         kind = group_kind(group)
         if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):

@@ -67,9 +67,9 @@ class SiteSettings:
 
 @dataclass(frozen=True)
 class SiteEstimate:
-    """Estimated cost of :func:`layerzero.outer` with one codec. All sites have the cluster and the settings of `row`.
+    """Estimated cost of :func:`layerzero.outer` with one codec.
 
-    Exchanges run while the ranks compute.
+    Every site has a cluster like that of `row`, with the same settings. Exchanges run while the ranks compute.
 
     Attributes:
         row: estimate of a step at one site.

@@ -42,8 +42,8 @@ class LocalGradientCheck:
         if self._bad:
             torch._foreach_zero_(self._bad)
 
-    def nonfinite_names(self, among: Collection[str] | None = None) -> list[str]:
-        """Return the names of the parameters whose gradients were not finite, as one text per handle.
+    def describe_nonfinite(self, among: Collection[str] | None = None) -> list[str]:
+        """Return one text per handle that names the parameters whose gradients were not finite.
 
         This method makes the host wait for the device.
 

@@ -27,9 +27,10 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NonFiniteGradients(RuntimeError):
-    """Error that all ranks raise if gradients are not finite, before any parameter is updated.
+    """Error that all ranks raise before any parameter is updated, because gradients are not finite.
 
-    The message names the ranks, parameters and handles.
+    The message names the parameters, unless they belong to ranks of `extra_groups`. It also names ranks and handles if
+    a rank's own gradients were not finite and `locate` is True.
     """
 
 
@@ -184,7 +185,7 @@ class StepGuard:
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._gather_texts(not_finite(gradients))))
         own_messages = (
-            [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.nonfinite_names(set(final))]
+            [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.describe_nonfinite(set(final))]
         )
         messages = self._gather_texts(own_messages)
         if not final:

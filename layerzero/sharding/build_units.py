@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, has_feedback, is_encoded
+from layerzero.comm.codecs import EncodedPartsSpec, encoded_bytes, encoded_sizes, has_feedback, is_encoded
 from layerzero.comm.collectives import backend_of
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.transport.base import GatherOptions
@@ -33,7 +33,7 @@ from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
-from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_storage, is_plain_storage
+from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
 
 __all__ = [
     "build_unit",
@@ -100,11 +100,11 @@ def require_broadcastable_buffers(plans: Sequence[UnitDefinition]) -> None:
     for plan in plans:
         for module, module_name in plan.modules.items():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not is_plain_storage(buffer):
+                if buffer is not None and not is_plain_strided(buffer):
                     raise ValueError(
-                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {describe_storage(buffer)}, which cannot "
-                        "be broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on "
-                        "all ranks"
+                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {describe_tensor_kind(buffer)}, which "
+                        "cannot be broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal "
+                        "values on all ranks"
                     )
 
 
@@ -227,7 +227,7 @@ def require_equal_encoded_sizes(
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
         fields |= {
             f"bytes of hop2_codec for unit {plan.name!r}": [
-                EncodedParts.of(codec, each.layout, grid, torch.float32).sizes
+                EncodedPartsSpec.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
                 for grid in grids[:: data_parallel // size]
             ]

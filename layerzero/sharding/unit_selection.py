@@ -27,8 +27,8 @@ __all__ = [
     "UnitDefinition",
     "auto_units",
     "block_classes",
-    "describe_storage",
-    "is_plain_storage",
+    "describe_tensor_kind",
+    "is_plain_strided",
     "partition",
     "ranks_in",
 ]
@@ -496,7 +496,7 @@ def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
 
 def _refuse_shared_values(infos: Sequence[ParamInfo]) -> None:
     """Raise ValueError if a tensor-subclass parameter shares its inner tensor with another parameter."""
-    plain = [info for info in infos if is_plain_storage(info.parameter)]
+    plain = [info for info in infos if is_plain_strided(info.parameter)]
     names = {_storage_and_offset(info.parameter): info.name for info in plain}
     for info in infos:
         if has_extension(info.parameter):
@@ -553,15 +553,15 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def is_plain_storage(tensor: torch.Tensor) -> bool:
+def is_plain_strided(tensor: torch.Tensor) -> bool:
     """Return whether collectives can send `tensor`: it is strided, not quantized, and not a wrapper subclass."""
     if is_lazy(tensor):
         return False
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def describe_storage(tensor: torch.Tensor) -> str:
-    """Return a description, for error messages, of a tensor for which :func:`is_plain_storage` returns False."""
+def describe_tensor_kind(tensor: torch.Tensor) -> str:
+    """Return a description, for error messages, of a tensor for which :func:`is_plain_strided` returns False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return f"{'quantized' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

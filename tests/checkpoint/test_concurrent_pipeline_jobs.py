@@ -147,7 +147,11 @@ def _corners(rank: int, folder: Path) -> None:
     with pytest.raises((TypeError, RuntimeError), match="cannot be saved, because checkpoints contain no code"):
         layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
     with (
-        mock.patch.object(chunk_checkpoint, "save_with", _elsewhere if rank == 1 else chunk_checkpoint.save_with),
+        mock.patch.object(
+            chunk_checkpoint,
+            "save_with_rank_local_names",
+            _elsewhere if rank == 1 else chunk_checkpoint.save_with_rank_local_names,
+        ),
         pytest.raises(
             CheckpointError,
             match=r"lacks \['layout-1-2-tensor-000-stage-001-chunk-000', .*file system that all ranks share",

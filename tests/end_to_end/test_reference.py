@@ -132,7 +132,7 @@ def test_shards_hold_every_row_once_and_split_none(replicas: int, zero3_size: in
     assert {slot.name: slot.shape for slot in layout.slots} == SHAPES
     for slot in layout.slots:
         row = torch.Size(slot.shape[1:]).numel()
-        parts = [slot.rows_in(elements) for elements in ranges]
+        parts = [slot.elements_in(elements) for elements in ranges]
         assert not [part for part in parts if (part.stop - part.start) % row]
         held = [range(e.start + p.start, e.start + p.stop) for e, p in zip(ranges, parts, strict=True)]
         first = slot.offset
