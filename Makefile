@@ -17,9 +17,9 @@ demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two 
 demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_megatron.py $(ARGS)
 
-# A worker takes whole files, and has ranks of its own: up to eight processes. WORKERS=0 runs everything in one process.
 # Tests start hundreds of processes, and without cached bytecode each of them would compile layerzero for a second.
 export PYTHONDONTWRITEBYTECODE :=
+# A worker takes whole files, and has ranks of its own: up to eight processes. WORKERS=0 runs everything in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test: $(VENV)/ready  ## the default tests

@@ -409,10 +409,10 @@ def _read_model(
     by_sizes = [name for name, value in sizes.items() if value is not None]
     if named is not None and by_sizes:
         raise ValueError(f"{named} and --{by_sizes[0]} exclude each other. Pass either a model or its sizes")
-    if named is not None and (Path(named).exists() or ":" not in named):
-        if not Path(named).exists():
-            raise ValueError(f"the model {named!r} is not a file. Pass a config.json, its folder, or a module:function")
+    if named is not None and Path(named).exists():
         return named
+    if named is not None and ":" not in named:
+        raise ValueError(f"the model {named!r} is not a file. Pass a config.json, its folder, or a module:function")
     if named is not None:
         if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
             sys.path.insert(0, os.getcwd())

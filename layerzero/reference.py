@@ -16,9 +16,9 @@ D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (
 For each unit, every micro-batch runs two gathers and one hop 1. Every optimizer step runs one hop 2 and one refresh.
 Only hop 2 and the refresh use the slow links between replicas.
 
-Only the engine supports overlap and prefetch; accumulation other than ``"sharded"``; frozen, unused, 0-d or empty
-parameters; mixed dtypes; weights tied across units; activation checkpointing; recovery from failures; ranks that start
-with different weights; edited masters; gradient clipping; checkpoints; tensor and expert parallelism.
+Only the engine supports overlap, prefetch, alignment; accumulation other than ``"sharded"``; frozen, unused, 0-d or
+empty parameters; mixed dtypes; weights tied across units; activation checkpointing; recovery from failures; ranks that
+start with different weights; edited masters; gradient clipping; checkpoints; tensor and expert parallelism.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Unit:
         self.zero3_gradient: Tensor | None = None  # [N/S], fp32, summed over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return a view ``[rows, *rest]`` of each parameter's rows in `flat`, which has the positions `elements`."""
+        """Return a view ``[rows, *rest]`` of each parameter's rows in `flat`, which covers the positions `elements`."""
         return {slot.name: flat[slot.elements_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
 
     def refresh(self) -> None:

@@ -44,12 +44,13 @@ def collect(
     extra: object,
     *,
     require_finite: bool = True,
-    apart: RankLocalNames | None = None,
+    rank_local_names: RankLocalNames | None = None,
 ) -> CollectedState:
     """Collect the parts of the model, the optimizer and `extra` that this rank saves.
 
     Args:
-        apart: names under which ranks have different parameters. If None, all ranks have the same parameters.
+        rank_local_names: names under which ranks have different parameters. If None, all ranks have the same
+            parameters.
 
     Raises:
         RuntimeError: an earlier load failed after it had changed the model or the optimizer.
@@ -59,7 +60,7 @@ def collect(
     if load_error := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(load_error)
     rank = runtime.ranks.rank
-    document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
+    document, encoder = encode_all(runtime, optimizer, extra, rank=rank, rank_local_names=rank_local_names)
     tensors = {
         key: tensor
         for key, tensor in encoder.tensors.items()

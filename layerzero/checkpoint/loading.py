@@ -76,21 +76,24 @@ def prepare_load(
     optimizer: ShardedOptimizer | None = None,
     *,
     strict: bool = True,
-    apart: RankLocalNames | None = None,
+    rank_local_names: RankLocalNames | None = None,
 ) -> PreparedLoad:
     """Read and check a checkpoint for :func:`load`, without changing the model or the optimizer.
 
     The function raises an error unless the checks pass on all ranks.
 
     Args:
-        apart: names of the parameters that differ between ranks, as passed to :func:`save`. None if there are none.
+        rank_local_names: names of the parameters that differ between ranks, as passed to
+            :func:`save_with_rank_local_names`. None if there are none.
     """
     path = Path(path)
 
     def open_source(runtime: LayerZeroState) -> Source:
         return CheckpointFiles(Manifest.read(path))
 
-    return prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict, apart=apart)
+    return prepare_from(
+        open_source, os.fspath(path), model, optimizer, strict=strict, rank_local_names=rank_local_names
+    )
 
 
 class Source(Protocol):
@@ -123,7 +126,7 @@ def prepare_from(
     optimizer: ShardedOptimizer | None,
     *,
     strict: bool,
-    apart: RankLocalNames | None = None,
+    rank_local_names: RankLocalNames | None = None,
 ) -> PreparedLoad:
     """Prepare a load from any source, as :func:`prepare_load` does for a checkpoint.
 
@@ -157,7 +160,9 @@ def prepare_from(
                 "are loaded as None",
                 *(path, ranks, model_ranks.size),
             )
-        restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
+        restore = RestorePlan(
+            runtime, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
+        )
         if restore.problems and strict:
             raise ValueError(printable(f"{path} does not match the model: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:

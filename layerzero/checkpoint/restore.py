@@ -60,8 +60,8 @@ class RestorePlan:
     Args:
         rank: rank of this process if the same number of ranks saved the checkpoint, otherwise None.
         twice: whether the source can be read a second time, into memory of the model and the optimizer.
-        apart: names under which other ranks have different parameters. The checkpoint contains the parameters of all
-            ranks.
+        rank_local_names: names under which other ranks have different parameters. The checkpoint contains the
+            parameters of all ranks.
 
     Attributes:
         problems: descriptions of the entries that do not match, one line each. These entries are skipped.
@@ -78,7 +78,7 @@ class RestorePlan:
         *,
         rank: int | None,
         twice: bool = False,
-        apart: RankLocalNames | None = None,
+        rank_local_names: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
         self._differ, self._count = 0, 0  # number of tensors without a match, and total number of tensors
@@ -87,7 +87,7 @@ class RestorePlan:
         self._optimizer = optimizer
         self._document = contents.document
         self._stored = contents.tensors
-        self._names = StateNames(runtime, apart)
+        self._names = StateNames(runtime, rank_local_names)
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._read_targets: list[_ReadTarget] = []
@@ -149,7 +149,9 @@ class RestorePlan:
                     self._request_tensor(str(key_of(reference)), None)
             self._differ += len(self.problems) > num_problems
         unexpected = sorted(stored.keys() - self._names.targets.keys())
-        self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
+        self.problems += [
+            f"unexpected: {name}" for name in unexpected if not self._names.rank_local_names.is_elsewhere(name)
+        ]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         """Plan the load of all inner tensors of an unsharded subclass tensor. If any does not match, plan none."""
@@ -235,7 +237,7 @@ class RestorePlan:
         state: dict[str, Any] = {}
         current_state = optimizer.state_by_name()
         for name, values in stored.get("state", {}).items():
-            if self._names.apart.is_elsewhere(name):
+            if self._names.rank_local_names.is_elsewhere(name):
                 continue
             if name not in own_names:
                 self.problems.append(f"unexpected in the optimizer: {name}")
@@ -296,7 +298,7 @@ class RestorePlan:
 
     def _plan_extra(self, reference: Mapping[str, str]) -> None:
         key, like = str(key_of(reference)), reference.get("like")
-        if like is not None and self._names.apart.is_elsewhere(like):
+        if like is not None and self._names.rank_local_names.is_elsewhere(like):
             return
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)

@@ -99,7 +99,7 @@ def save(
 
 
 def save_with_rank_local_names(
-    rank_local: RankLocalNames | None,
+    rank_local_names: RankLocalNames | None,
     path: PathLike,
     model: nn.Module,
     optimizer: ShardedOptimizer | None,
@@ -107,14 +107,15 @@ def save_with_rank_local_names(
 ) -> None:
     """Save a model whose ranks have different parameters under the same names.
 
-    After `rank_local`, the function takes the positional arguments of :func:`save`. It raises the same errors.
+    After `rank_local_names`, the function takes the positional arguments of :func:`save`. It raises the same errors.
 
     Args:
-        rank_local: names under which ranks have different parameters. If None, all ranks have the same parameters.
+        rank_local_names: names under which ranks have different parameters. If None, all ranks have the same
+            parameters.
     """
     runtime = get_state(model)
     options = _SaveOptions(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, options, rank_local), runtime.ranks.control_group())
+    _write(_prepare(Path(path), runtime, optimizer, extra, options, rank_local_names), runtime.ranks.control_group())
 
 
 def save_async(
@@ -241,7 +242,7 @@ def _prepare(
     optimizer: ShardedOptimizer | None,
     extra: object,
     options: _SaveOptions,
-    apart: RankLocalNames | None = None,
+    rank_local_names: RankLocalNames | None = None,
 ) -> _SaveJob:
     rank = runtime.ranks.rank
     path = path.absolute()
@@ -262,7 +263,9 @@ def _prepare(
             if not options.overwrite:
                 raise PathTakenError.at(path)
             refuse_to_replace(path)
-        state = collect(runtime, optimizer, extra, require_finite=options.require_finite, apart=apart)
+        state = collect(
+            runtime, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
+        )
     except Exception as error:
         failure = error
     require_equal_state("checkpoint.save", runtime, fields | state.digests, failure)

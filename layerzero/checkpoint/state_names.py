@@ -71,8 +71,8 @@ class StateNames:
         odd: names in the state dict that belong to none of the entries above.
     """
 
-    def __init__(self, runtime: LayerZeroState, apart: RankLocalNames | None = None) -> None:
-        self.apart = apart = apart or RankLocalNames.nothing()
+    def __init__(self, runtime: LayerZeroState, rank_local_names: RankLocalNames | None = None) -> None:
+        self.rank_local_names = rank_local_names = rank_local_names or RankLocalNames.nothing()
         self.entries: dict[str, Any] = {}  # values to save, by stored name
         self.targets: dict[str, Tensor | nn.Module] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -81,7 +81,7 @@ class StateNames:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         # Modules are matched by order, because a wrapper may remove its own name from a state dict.
         owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
-        state = {apart.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        state = {rank_local_names.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
         extra_names = [name for name in state if name.endswith(_EXTRA)]
         owner_of = dict(zip(extra_names, owners, strict=True)) if len(extra_names) == len(owners) else {}
         first_name: dict[int, str] = {}
@@ -98,9 +98,9 @@ class StateNames:
             first_name.setdefault(id(target), name)
         self._stored: dict[str, str] = {}  # by the name of a parameter in the model
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
-            self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
+            self._stored[own_name] = first_name.get(id(parameter), rank_local_names.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-        specs = (member.spec for name, member in self.members.items() if not apart.is_rank_local(name))
+        specs = (member.spec for name, member in self.members.items() if not rank_local_names.is_rank_local(name))
         refuse_rank_local("layerzero.checkpoint", specs, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
@@ -146,31 +146,35 @@ def encode_all(
     extra: object,
     *,
     rank: int,
-    apart: RankLocalNames | None = None,
+    rank_local_names: RankLocalNames | None = None,
 ) -> tuple[dict[str, Any], Encoder]:
     """Return the document of a checkpoint, and the encoder that has collected the tensors of the document.
 
     Raises:
         TypeError: a value cannot be saved; the message names the value.
     """
-    names = StateNames(runtime, apart)
+    names = StateNames(runtime, rank_local_names)
     if names.odd:
         raise TypeError(
             f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
             "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook"
         )
-    encoder = Encoder(rank, names.of_rows, names.apart.is_rank_local, names.apart.tells)
+    encoder = Encoder(rank, names.of_rows, names.rank_local_names.is_rank_local, names.rank_local_names.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
         state, groups = _rename_params(optimizer.state_dict_by_name(), names.to_stored)
         _check_state(names, state)
-        groups = [{**group, "params": names.apart.joint_names(group["params"])} for group in groups]
-        stepped = {"class": type(optimizer.inner).__name__, "state": names.apart.joint(state), "param_groups": groups}
+        groups = [{**group, "params": names.rank_local_names.joint_names(group["params"])} for group in groups]
+        stepped = {
+            "class": type(optimizer.inner).__name__,
+            "state": names.rank_local_names.joint(state),
+            "param_groups": groups,
+        }
     values = {
         n: to_subclass_entry(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()
     }
     document = {
-        "model": encoder.encode(names.apart.joint(values), "model"),
+        "model": encoder.encode(names.rank_local_names.joint(values), "model"),
         "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
         "extra": encoder.encode_tree(extra, "extra"),
     }

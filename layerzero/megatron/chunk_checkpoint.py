@@ -73,13 +73,13 @@ def save(
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
-        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+        for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
-            average = None if ema is None else _average_to_store(ema.state_dict(), apart)
-            chunk_fields = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
+            average = None if ema is None else _average_to_store(ema.state_dict(), rank_local_names)
+            chunk_fields = {"places": global_layout_of(chunk, rank_local_names), "chunks": len(model_chunks)}
             extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
-            save_with_rank_local_names(apart, part, chunk, inner, extra_state)
+            save_with_rank_local_names(rank_local_names, part, chunk, inner, extra_state)
     except Exception as error:
         failure = error
     try:
@@ -122,17 +122,17 @@ def load(
     _raise_file_errors_on_all_ranks("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
-        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+        for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
-            prepared.append(prepare_load(part, chunk, inner, apart=apart))
+            prepared.append(prepare_load(part, chunk, inner, rank_local_names=rank_local_names))
     except Exception as error:
         failure = error
     _raise_file_errors_on_all_ranks("load", groups, failure)
     result: Any = None
     try:
-        for index, (prepared_load, apart) in enumerate(zip(prepared, experts, strict=True)):
+        for index, (prepared_load, rank_local_names) in enumerate(zip(prepared, experts, strict=True)):
             result = prepared_load.commit()
-            _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
+            _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), rank_local_names)
     except Exception as error:
         failure = error
     _raise_file_errors_on_all_ranks("load", groups, failure)
@@ -153,12 +153,17 @@ def _expert_names(call: str, groups: ProcessGroups, model_chunks: Sequence[Shard
     return names
 
 
-def _average_to_store(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
+def _average_to_store(state: Mapping[str, Any], rank_local_names: RankLocalNames) -> dict[str, Any]:
     """Return the EMA state, with the averages keyed by their names in the checkpoint."""
-    return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
+    return {
+        **state,
+        "averages": rank_local_names.joint(
+            {rank_local_names.stored(name): rows for name, rows in state["averages"].items()}
+        ),
+    }
 
 
-def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
+def _load_average(ema: EMA | None, saved: Any, rank_local_names: RankLocalNames) -> None:
     """Load the EMA from a checkpoint.
 
     If the checkpoint has no EMA, reset `ema`. The next update of `ema` then copies the weights.
@@ -166,8 +171,8 @@ def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
     elif ema is not None:
-        current_names = {apart.stored(name): name for name in ema.state_dict()["averages"]}
-        local_rows = {name: rows for name, rows in saved["averages"].items() if not apart.is_elsewhere(name)}
+        current_names = {rank_local_names.stored(name): name for name in ema.state_dict()["averages"]}
+        local_rows = {name: rows for name, rows in saved["averages"].items() if not rank_local_names.is_elsewhere(name)}
         ema.load_state_dict(
             {**saved, "averages": {current_names.get(name, name): rows for name, rows in local_rows.items()}}
         )

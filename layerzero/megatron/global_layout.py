@@ -22,12 +22,12 @@ def module_name(name: str) -> str:
     return name
 
 
-def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
+def global_layout_of(chunk: ShardedChunk, rank_local_names: RankLocalNames) -> dict[str, Any] | MergedValue:
     """Return each parameter's name, shape and row ranges in the full model.
 
     Args:
         chunk: model chunk that holds the parameters.
-        apart: checkpoint names of rank-local experts.
+        rank_local_names: checkpoint names of rank-local experts.
 
     Returns:
         ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``. Rows ``first:stop`` of
@@ -51,12 +51,12 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
         if member.name not in params:
             return {"because": f"its modules do not return the position of {member.name!r}"}
         global_param, dims = params[member.name], len(member.spec.shape)
-        stored = apart.stored(member.name)
+        stored = rank_local_names.stored(member.name)
         name = module_name(stored)
         # A copy of the word embeddings on the last stage has the key of the original. The keys of other parameters may
         # contain the names of other modules. Therefore only the layer number in these keys is used.
         copied = getattr(member.gathered, "shared", False)
-        (rank_local if apart.is_rank_local(stored) else common)[name] = {
+        (rank_local if rank_local_names.is_rank_local(stored) else common)[name] = {
             "name": global_param.key if copied else layer_of(global_param.key) + name.removeprefix(layer_of(name)),
             "shape": list(global_param.pieces[0][1].global_shape[-dims:]),
             "pieces": [

@@ -24,7 +24,7 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 _COMPUTE_ROW = "units"
 _SUMS_ROW = "sums, {} axis"
 TRACE_FORMAT = 2  # format version of the file's "layerzero" part
-_PATIENCE = 5.0  # seconds to wait at process exit for in-trace collectives if the traced code raised an error
+_PATIENCE = 5.0  # seconds to wait at process exit for in-flight collectives if the traced code raised an error
 
 
 @dataclass(frozen=True)
@@ -145,20 +145,20 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     if recorder.clock.sees_other_threads:  # marks are ordered only within each thread
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
-    numbers = {trace: index for index, trace in enumerate(launched)}
+    numbers = {collective_trace: index for index, collective_trace in enumerate(launched)}
     waited: dict[CollectiveTrace, float] = {}  # end of the first wait for each collective
     for mark in marks:
         if mark.kind == "wait" and mark.trace is not None:
             waited.setdefault(mark.trace, time(mark.ended))
     events = []
     for mark in marks:
-        trace, start, end = mark.trace, time(mark.began), time(mark.ended)
-        if trace is None:
+        collective_trace, start, end = mark.trace, time(mark.began), time(mark.ended)
+        if collective_trace is None:
             events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
             continue
-        completed = waited.get(trace)
-        if trace.completed is not None:
-            recorded = time(trace.completed)
+        completed = waited.get(collective_trace)
+        if collective_trace.completed is not None:
+            recorded = time(collective_trace.completed)
             completed = recorded if completed is None else min(recorded, completed)
         events.append(
             TraceEvent(
@@ -166,12 +166,12 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
                 mark.name,
                 start,
                 end,
-                number=numbers.get(trace, -1),
-                collective=trace.collective,
-                axis=trace.axis,
-                communicator=trace.communicator,
-                ranks=trace.ranks,
-                bytes=trace.bytes,
+                number=numbers.get(collective_trace, -1),
+                collective=collective_trace.collective,
+                axis=collective_trace.axis,
+                communicator=collective_trace.communicator,
+                ranks=collective_trace.ranks,
+                bytes=collective_trace.bytes,
                 completed=completed if mark.kind == "launch" else None,
                 in_background=mark.in_background,
             )

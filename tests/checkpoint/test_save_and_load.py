@@ -176,6 +176,11 @@ def _another_model(rank: int, folder: str) -> None:
         assert said in message, f"{said!r} is not in {message}"
     assert len(message) < 1500, message
     assert not different(everything(other, its_optimizer), before), "nothing was changed"
+    shallow = layerzero.shard_model(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), mesh=mesh_of(2))
+    with pytest.raises(
+        ValueError, match=r"one does not match the model: unexpected: 10\.bias, 10\.weight, 11\.bias and 19 more"
+    ):
+        checkpoint.load(f"{folder}/one", shallow)
 
 
 def test_another_models_checkpoint_is_told_in_a_few_lines(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     assert "[3, 6]" in table["model.head.weight"] and "float32" in table["model.head.weight"]
     assert table["optimizer.state.head.weight.exp_avg"].split()[-2] == "72"
     assert "int64" in table["extra.tokens"]
-    assert "saved by 4 ranks with zero3_size=2" in lines[-1] and "all files are intact" in lines[-1]
+    assert "saved by 4 ranks with zero3_size=2; save number 1 in its folder" in lines[-1]
+    assert "all files are intact" in lines[-1]
     file = path / "rank-00002.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 4

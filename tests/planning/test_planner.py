@@ -534,8 +534,8 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
 
 
 def test_more_nodes_need_less_memory_and_no_setting_beats_its_computation_or_its_link() -> None:
-    for nodes in (2, 16):
-        cluster = Cluster(nodes=nodes, between=50.0, memory=8.0, price=2.0)
+    for nodes, device in ((2, "cuda"), (16, "cuda"), (2, "cpu")):
+        cluster = Cluster(nodes=nodes, between=50.0, memory=8.0, price=2.0, device=device)
         found = plan(SMALL, cluster, micro_batches=[1, 5], offload=True)
         for row in (*found.rows, *found.other_schemes):
             computing = row.parts["forward"] + row.parts["backward"]
