@@ -85,35 +85,56 @@ class _Setting(NamedTuple):
     shared_memory: str | None
 
 
-class _Rank:
-    """Parent process that imports modules, and its forked child, which runs the tests and can be killed.
-
-    Each rank has its own parent, so that ranks differ in random properties such as the order of sets.
-    """
+class _Parent:
+    """Process that imports torch and test modules, and forks the ranks."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._orders, theirs = context.Pipe()
-        self._parent = context.Process(target=_fork_on_order, args=(theirs,), daemon=True)
-        self._parent.start()
+        self._process = context.Process(target=_fork_on_order, args=(theirs,), daemon=True)
+        self._process.start()
         theirs.close()
+
+    def fork(self, module: str) -> Connection:
+        """Order a child, which starts when `module` is imported; return a pipe to it."""
+        ours, theirs = multiprocessing.Pipe()
+        self._orders.send(("fork", module, 0.0))
+        reduction.send_handle(self._orders, theirs.fileno(), self._process.pid)
+        theirs.close()
+        return ours
+
+    def await_exit(self, child: int, deadline: float) -> None:
+        """Wait until `deadline` at most."""
+        self._orders.send(("await", child, deadline))
+        self._orders.recv()
+
+    def kill(self, child: int) -> None:
+        self._orders.send(("kill", child, 0.0))
+        self._orders.recv()
+
+    def end(self) -> None:
+        self._orders.close()
+        self._process.join()
+
+
+class _Rank:
+    """Child of a parent process; it runs the tests and can be killed."""
+
+    def __init__(self, parent: _Parent) -> None:
+        self._parent = parent
         self._pipe: Connection | None = None  # to the child; closed when the child ends
-        self._is_new = False
+        self._pid: int | None = None  # known when the child runs
 
     def start(self, module: str) -> None:
         """Start a child process if there is none; the parent imports `module` first."""
         if self._pipe is None:
-            self._pipe, theirs = multiprocessing.Pipe()
-            self._orders.send(("fork", module))
-            reduction.send_handle(self._orders, theirs.fileno(), self._parent.pid)
-            theirs.close()
-            self._is_new = True
+            self._pipe, self._pid = self._parent.fork(module), None
 
     def await_birth(self) -> None:
         """Wait until the child runs. Importing torch may take a minute, which must not count for a test's timeout."""
-        if self._is_new:
-            assert self.pipe.poll(_TO_BE_BORN) and self.pipe.recv() == "born", "a rank did not start"
-            self._is_new = False
+        if self._pid is None:
+            assert self.pipe.poll(_TO_BE_BORN), "a rank did not start"
+            self._pid = self.pipe.recv()
 
     @property
     def pipe(self) -> Connection:
@@ -124,8 +145,8 @@ class _Rank:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-            self._orders.send(("kill", ""))
-            self._orders.recv()
+            if self._pid is not None:
+                self._parent.kill(self._pid)
 
     def dismiss(self) -> None:
         """Ask the child to exit normally, so that it writes its coverage data."""
@@ -135,32 +156,23 @@ class _Rank:
 
     def bury(self, deadline: float) -> None:
         """Wait until `deadline` for the exit of a dismissed child, then kill it."""
-        if self._pipe is not None:
-            self._orders.send(("await", str(deadline)))
-            self._orders.recv()
-            self.kill()
-
-    def end(self, deadline: float) -> None:
-        with contextlib.suppress(EOFError, OSError):  # after Ctrl-C during the import of torch
-            self.bury(deadline)
-        self._orders.close()
-        self._parent.join()
+        if self._pid is not None and self._pipe is not None:
+            self._parent.await_exit(self._pid, deadline)
+        self.kill()
 
 
 def _fork_on_order(orders: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C, too, and ends this process and its child
-    child = 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C, too, and ends this process and its children
     while True:
         try:
-            order, what = orders.recv()
+            order, what, deadline = orders.recv()
         except EOFError:
             return
         if order == "fork":
             with contextlib.suppress(Exception):  # the child gets the same error and reports it
                 importlib.import_module(what)
             handle = reduction.recv_handle(orders)
-            child = os.fork()
-            if not child:
+            if not os.fork():
                 orders.close()
                 try:
                     _work(Connection(handle))
@@ -168,19 +180,19 @@ def _fork_on_order(orders: Connection) -> None:
                     os._exit(0)
             os.close(handle)
         elif order == "await":
-            while time.monotonic() < float(what) and not os.waitid(
-                os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ):
+            while time.monotonic() < deadline and not os.waitid(os.P_PID, what, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 time.sleep(0.005)
             orders.send("awaited")
         else:
-            os.kill(child, signal.SIGKILL)  # no wait call has reaped it yet, so its pid has not been reused
-            os.waitpid(child, 0)
+            os.kill(what, signal.SIGKILL)  # no wait call has reaped it yet, so its pid has not been reused
+            os.waitpid(what, 0)
             orders.send("killed")
 
 
 class _Pool:
     def __init__(self) -> None:
+        # Ranks of different parents differ in random properties such as the order of sets.
+        self._parents: list[_Parent] = []
         self._ranks: list[_Rank] = []
 
     def run(
@@ -192,14 +204,18 @@ class _Pool:
         setting: _Setting,
         store_file: Path | None,
     ):
-        while len(self._ranks) < world_size:
-            self._ranks.append(_Rank())
+        while len(self._parents) < 2:
+            self._parents.append(_Parent())
+        while (rank := len(self._ranks)) < world_size:
+            # Two ranks of a group whose numbers differ in one bit have different parents.
+            self._ranks.append(_Rank(self._parents[rank.bit_count() % 2]))
         server = serve() if store_file is None else None
         store = str(store_file) if server is None else server.port
         for process in self._ranks[:world_size]:
             process.start(fn.__module__)
-        for rank, process in enumerate(self._ranks[:world_size]):
+        for process in self._ranks[:world_size]:  # all of them first: the first ranks would time out waiting for others
             process.await_birth()
+        for rank, process in enumerate(self._ranks[:world_size]):
             process.pipe.send((fn, args, rank, world_size, store, setting))
         results = self._collect(world_size, timeout)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
@@ -237,14 +253,18 @@ class _Pool:
         for process in self._ranks:
             process.dismiss()
         deadline = time.monotonic() + _TO_END
-        for process in self._ranks:
-            process.end(deadline)
+        with contextlib.suppress(EOFError, OSError):  # after Ctrl-C during the import of torch
+            for process in self._ranks:
+                process.bury(deadline)
+        for parent in self._parents:
+            parent.end()
         self._ranks.clear()
+        self._parents.clear()
 
 
 def _work(pipe: Connection) -> None:
     warnings.simplefilter("error")
-    pipe.send("born")
+    pipe.send(os.getpid())
     gc.freeze()  # collections after each call must not scan torch's own objects, which takes longer than most tests
     while True:
         try:
