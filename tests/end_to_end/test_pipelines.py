@@ -77,8 +77,15 @@ def _train_in_modes(rank: int, make: Callable[[], nn.Module], script: str) -> No
         _train(rank, make, script, settings)
 
 
-@pytest.mark.parametrize("script", [ONE_F_ONE_B, INTERLEAVED, ALL_FORWARDS_FIRST])
-@pytest.mark.parametrize("make", [_chunks_of_one_model, _dict_of_chunks])
+@pytest.mark.parametrize(
+    ("make", "script"),
+    [
+        (_chunks_of_one_model, ONE_F_ONE_B),
+        (_chunks_of_one_model, INTERLEAVED),
+        (_chunks_of_one_model, ALL_FORWARDS_FIRST),
+        (_dict_of_chunks, INTERLEAVED),
+    ],
+)
 def test_chunks_of_one_model_train_like_one_process(make: Callable[[], nn.Module], script: str) -> None:
     run_ranks(_train_in_modes, make, script, world_size=WORLD)
 

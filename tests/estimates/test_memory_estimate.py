@@ -142,7 +142,7 @@ LOOPS = {
 
 
 def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
-    for (size, mode), policy, (name, loop) in itertools.product(_layouts(sizes), POLICIES, LOOPS.items()):
+    for (size, mode), policy, (name, loop) in itertools.product(_layouts(sizes), POLICIES[1:], LOOPS.items()):
         inside_no_sync, to_none = loop
         model = shard(_seeded(4), size=size, mp_policy=policy, accumulation=mode)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -215,7 +215,7 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None) ->
             chain = Chain(*(_Wide(width) for width in (3, 40, 7, 7, 5, 7, 7))).float()
             dtype = {"accumulation_dtype": accumulation_dtype}
             model = shard(chain, mesh=mesh, mp_policy=policy, accumulation=mode, **dtype, **settings)
-            _train(model, rank, (1, 2, 3))
+            _train(model, rank, (1, 3))
             _assert_predicted(model, case)
             pool = get_state(model).pools.scratch
             assert isinstance(pool, DeviceBufferPool) and pool.held_bytes == 0, "activations can use the memory"

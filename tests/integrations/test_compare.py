@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import os
@@ -11,8 +12,10 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
+from tests.support.loops import launched
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -74,12 +78,34 @@ def broken(model, batch):
 
 
 def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the command, which starts ranks; return its result and the content of the file that it writes."""
     (folder / "mine.py").write_text(MODULE)
     path = folder / "found.json"
     command = [sys.executable, "-m", "benchmarks.compare", "mine:Net", "--steps", "2", "--json", str(path), *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     return done, json.loads(path.read_text()) if path.exists() else {}
+
+
+def _compare(rank: int, folder: Path, arguments: list[str]) -> tuple[int, str]:
+    printed = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(launched())
+        for name in ("init_process_group", "destroy_process_group"):  # the ranks have a process group already
+            stack.enter_context(mock.patch.object(dist, name))
+        stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
+        stack.enter_context(redirect_stdout(printed))
+        return main(["mine:Net", "--steps", "2", *arguments]), printed.getvalue()
+
+
+def compare_on_ranks(folder: Path, *arguments: str, world_size: int = 4) -> tuple[int, str, dict[str, Any]]:
+    """Run the command's part on ranks of the tests, which exist already; return its exit code, text and data."""
+    (folder / "mine.py").write_text(MODULE)
+    path = folder / "found.json"
+    given = [*arguments, "--json", str(path)]
+    (code, _), *_ = ranks = run_ranks(_compare, folder, given, world_size=world_size, shared_memory=None)
+    assert {each for each, _ in ranks} == {code} and not any(text for _, text in ranks[1:])
+    return code, ranks[0][1], json.loads(path.read_text())
 
 
 def padded_numel(folder: Path, monkeypatch: pytest.MonkeyPatch, param_dtype: torch.dtype | None = None) -> int:
@@ -107,8 +133,8 @@ def first_loss(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: int, mic
 
 
 def test_schemes_train_alike_and_send_what_the_formulas_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, found = compare(tmp_path, "--unit", "Block", "--micro-batches", "3")
-    assert done.returncode == 0, done.stderr
+    code, text, found = compare_on_ranks(tmp_path, "--unit", "Block", "--micro-batches", "3")
+    assert code == 0
     assert found["parameters"] == NUMEL and (found["ranks"], found["ranks_per_node"]) == (4, 2)
     assert list(found["schemes"]) == ["ddp", "fsdp2-full", "fsdp2-hsdp", "layerzero", "layerzero-exchanges"]
     ddp, full, hsdp, *ours = found["schemes"].values()
@@ -133,7 +159,7 @@ def test_schemes_train_alike_and_send_what_the_formulas_say(tmp_path: Path, monk
         assert len(times["all"]) == 4 and min(times["all"]) > 0, "two steps in each of two rounds"
         assert len(scheme["peak_bytes_by_rank"]) == 4 and min(scheme["peak_bytes_by_rank"]) > 0
         assert scheme["wire_bytes_per_node"] is None
-    assert report(found) in done.stdout and "layerzero: the ranks of a node share memory, unless" in done.stdout
+    assert report(found) in text and "layerzero: the ranks of a node share memory, unless" in text
     assert "share memory" not in report({**found, "device": "cuda"})
     apart = {name: scheme for name, scheme in found["schemes"].items() if name != "layerzero"}
     assert "share memory" not in report({**found, "schemes": apart})
@@ -143,8 +169,8 @@ def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = ["--only", "fsdp2-hsdp", "layerzero"]
-    done, found = compare(tmp_path, "--unit", "Block", "--param-dtype", "bf16", *chosen)
-    assert done.returncode == 0, done.stderr
+    code, _, found = compare_on_ranks(tmp_path, "--unit", "Block", "--param-dtype", "bf16", *chosen)
+    assert code == 0
     hsdp, ours = (scheme["between_bytes_per_node"] for scheme in found["schemes"].values())
     assert hsdp == (4 + 4) * NUMEL / 2
     padded = padded_numel(tmp_path, monkeypatch, torch.bfloat16)
@@ -165,8 +191,9 @@ def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
 
 
 def test_losses_that_differ_are_said(tmp_path: Path) -> None:
-    done, found = compare(tmp_path, "--only", "layerzero", "ddp", "--ranks", "2", "--loss", "mine:biased")
-    assert done.returncode == 1 and "losses DIFFER" in done.stdout, done.stderr
+    chosen = ["--only", "layerzero", "ddp", "--loss", "mine:biased"]
+    code, text, found = compare_on_ranks(tmp_path, *chosen, world_size=2)
+    assert code == 1 and "losses DIFFER" in text
     assert found["units"] == [] and found["losses_agree"] is False
     assert list(found["schemes"]) == ["layerzero", "ddp"]
     assert found["largest_loss_difference"] == pytest.approx(0.01, rel=0.1)

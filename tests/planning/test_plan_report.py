@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -12,11 +13,13 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 import layerzero
@@ -59,10 +62,11 @@ class Net(nn.Module):
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "layerzero", *arguments]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+def run(folder: Path, *arguments: str) -> Result:
+    """Run a command in `folder`, in this process, because a process of its own takes seconds to start."""
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}, catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -344,11 +348,11 @@ def test_plan_of_sizes_writes_a_table_and_a_page(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("nodes: 4\naccelerators: 4\nmemory: 8\nreserve: 1\n")
     sizes = ["--layers", "2", "--hidden", "256", "--vocab", "512", "--heads", "4"]
     done = run(tmp_path, "plan", *sizes, "--cluster", "cluster.yaml", "--nodes", "2", "--html", "report.html")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "2 nodes x 4 accelerators of 8 GB" in done.stdout and "Recommended: zero3_size=" in done.stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     done = run(tmp_path, "plan", *sizes, "--nodes", "1", "--accelerators", "1", "--memory", "4.001")
-    assert done.returncode == 1 and "No settings fit" in done.stdout
+    assert done.exit_code == 1 and "No settings fit" in done.stdout
 
 
 def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
@@ -366,7 +370,7 @@ def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
             seconds_text(each["step_seconds"]).split()[0] in cells
             and size_text(each["outer_bytes"]).split()[0] in cells
         )
-    assert run(tmp_path, "plan", *sizes, *sites, "--html", "sites.html").returncode == 0
+    assert run(tmp_path, "plan", *sizes, *sites, "--html", "sites.html").exit_code == 0
     page = html.unescape((tmp_path / "sites.html").read_text())
     assert all(line in page for line in lines), "the report has the table, too"
     assert "Sites are not estimated" in run(tmp_path, "plan", *sizes, *sites, "--memory", "4.0001").stdout
@@ -377,7 +381,7 @@ def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
         (["--sites", "0", "--between-sites", "1"], "sites=0 is not supported"),
     ):
         done = run(tmp_path, "plan", *sizes, *wrong)
-        assert done.returncode == 2 and message in done.stderr and not done.stdout
+        assert done.exit_code == 2 and message in done.stderr and not done.stdout
 
 
 def test_settings_for_slow_links_are_options_of_the_command(tmp_path: Path) -> None:
@@ -480,13 +484,16 @@ def _read(terminal: int) -> bytes:
 
 def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    done = run(tmp_path, "plan", "mine:Net", "--unit", "Layer", "--nodes", "2", "--micro-batches", "2")
+    command = [sys.executable, "-W", "error", "-m", "layerzero", "plan", "mine:Net", "--unit", "Layer"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    options = ["--nodes", "2", "--micro-batches", "2"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "8.32 k parameters in 3 units" in done.stdout and "units: [Layer]" in done.stdout
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "vocab_size": 128, "n_head": 4, "n_positions": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run(tmp_path, "plan", "config.json", "--nodes", "2", "--batch-tokens", "300000")
-    assert done.returncode == 0 and "5 micro-batches" in done.stdout, done.stderr
+    assert done.exit_code == 0 and "5 micro-batches" in done.stdout, done.stderr
     assert "units: auto" in done.stdout and 'units="auto"' in done.stdout, "as models of transformers say themselves"
 
 
@@ -554,7 +561,7 @@ def test_reports_are_tables_with_units_and_traces_are_read_by_commands(tmp_path:
     assert re.search(r"^steps/taken +1$", numbers, re.MULTILINE)
 
     done = run(tmp_path, "trace", "rank0.json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert re.search(r"^gather +zero3 +\d+ +[\d.]+ .?B", done.stdout, re.MULTILINE)
     assert re.search(r"^backward +the root +2 ", done.stdout, re.MULTILINE)
     slow, fast = (run(tmp_path, "simulate", "rank0.json", "--between", gbit).stdout for gbit in ("0.001", "25"))
@@ -580,4 +587,4 @@ def _simulate_with_the_defaults_of_a_plan(folder: Path) -> None:
     found = json.loads(run(folder, "simulate", "rank0.json", "--cluster", "cluster.yaml", "--json").stdout)
     assert found["cluster"] == Cluster(nodes=2, accelerators=2, between=3, inside=7).as_dict()
     done = run(folder, "simulate", "rank0.json", "--between", "0")
-    assert done.returncode == 2 and "between must be positive, got 0" in done.stderr
+    assert done.exit_code == 2 and "between must be positive, got 0" in done.stderr

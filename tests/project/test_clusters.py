@@ -5,6 +5,7 @@ Slurm's commands are replaced by small programs that run the tasks of both nodes
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ import pytest
 import train_gpt
 import yaml
 from torch.distributed.run import get_args_parser
+
+from tests.support.loops import launched
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -81,11 +86,17 @@ def _topology(folder: Path) -> dict[str, int]:
     return json.loads((folder / "contents.json").read_text())["topology"]
 
 
-def _train_on_one_machine(steps: int, folder: Path, environment: dict[str, str]) -> None:
-    command = ["torchrun", "--standalone", "--nproc-per-node", "4", "examples/train_gpt.py", *TINY, "--zero3-size", "2"]
-    command += ["--steps", str(steps), "--checkpoints", str(folder)]
-    log = folder.with_suffix(".log")
-    assert _end([_start(command, environment, log)], log) == [0], log.read_text()
+def _train(rank: int, arguments: list[str]) -> str:
+    printed = io.StringIO()
+    with launched(), redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        train_gpt.main(arguments)
+    return printed.getvalue()
+
+
+def _train_on_one_machine(steps: int, folder: Path) -> str:
+    """Train on four ranks of the tests, as on one machine; return what rank 0 prints."""
+    arguments = [*TINY, "--zero3-size", "2", "--steps", str(steps), "--checkpoints", str(folder)]
+    return run_ranks(_train, arguments, world_size=4, shared_memory=None)[0]
 
 
 def _machines(arguments: list[str], environment: dict[str, str], folder: Path) -> list[subprocess.Popen[str]]:
@@ -106,12 +117,12 @@ def test_two_machines_train_like_one(tmp_path: Path, environment: dict[str, str]
     arguments = [*TINY, "--steps", "4", "--checkpoints", str(tmp_path / "two")]
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
     assert _end(_machines(arguments, environment, tmp_path), *logs) == [0, 0], [log.read_text() for log in logs]
-    _train_on_one_machine(4, tmp_path / "one", environment)
+    printed = _train_on_one_machine(4, tmp_path / "one")
     last = "step-000004"
     assert _topology(tmp_path / "two" / last) == {"data_parallel": 4, "zero3_size": 2}
     assert _saved(tmp_path / "two" / last) == _saved(tmp_path / "one" / last)
     losses = re.compile(r"validation loss [\d.]+ -> [\d.]+")
-    (loss,) = losses.findall((tmp_path / "one.log").read_text())
+    (loss,) = losses.findall(printed)
     assert [losses.findall(log.read_text()) for log in logs].count([loss]) == 1, "rank 0 prints it"
 
 
@@ -178,7 +189,7 @@ def test_a_job_saves_before_its_time_limit_and_continues_in_the_queue(tmp_path: 
     (resumed,) = re.findall(r"resumed from step (\d+)", log.read_text())
     assert 50 <= int(resumed) < 150 and int(resumed) % 50, "the ranks saved when the signal arrived"
     assert not requeued.exists()
-    _train_on_one_machine(150, tmp_path / "one", job)
+    _train_on_one_machine(150, tmp_path / "one")
     assert _saved(runs / "step-000150") == _saved(tmp_path / "one" / "step-000150")
 
 
