@@ -34,7 +34,7 @@ soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; AR
 chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tries 50 --seed 7 --only SIGKILL"
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
+integrations: $(VENV)/ready  ## integrations with other packages, and comparisons with them
 	$(PYTEST) tests/integrations tests/megatron $(ARGS)
 
 test-megatron:  ## layerzero.megatron with the newest Megatron-Core, on Python 3.12; the other tests have an older one

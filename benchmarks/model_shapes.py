@@ -1,4 +1,4 @@
-"""Parameter names and shapes of well-known models by sharding unit, to test layouts without weights and torch.
+"""Parameter names and shapes of well-known models by sharding unit, to test layouts without weights or torch.
 
 Names and shapes are those of common implementations (transformers for language and speech, torchvision for
 ResNet, timm for ViT), derived from the configuration of each model.

@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdicts(results: Results, micro_batches: int, reduce: str) -> list[Verdict]:
-    """Return all targets whose contestants have results for this A and reduce dtype."""
+    """Return verdicts on all targets whose contestants have results for `micro_batches` and the reduce dtype."""
     rows = {row.name: row for row in results.rows(micro_batches, reduce) if row.runs}
     found = []
     for name in HYBRIDS:

@@ -109,7 +109,7 @@ class Sites(_Ours):
 
 
 class ComputeAlone(Contestant):
-    """Forward and backward of the bf16 model on all ranks at once, without communication and optimizer.
+    """Forward and backward of the bf16 model on all ranks at once, without communication or an optimizer.
 
     Step times are compared with the time of this contestant, which is not a strict bound. Each rank has its own weights
     and accumulates gradients in bf16, which costs more than reading weights that the ranks of a node share. The model

@@ -20,8 +20,9 @@ from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 
-__all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_rows"]
+__all__ = ["RankLocalNames", "StateNames", "encode_all", "trained_rows"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RankLocalNames:
 
     @classmethod
     def nothing(cls) -> RankLocalNames:
-        return cls(plain_name, lambda name: False, lambda name: False, tells=True)
+        return cls(strip_wrapper_names, lambda name: False, lambda name: False, tells=True)
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
         """Split `values`, keyed by stored name, into values common to all ranks and this rank's own values."""
@@ -126,18 +127,10 @@ class StateNames:
 
 
 _EXTRA = "_extra_state"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def plain_name(name: str) -> str:
-    """Return a name without the parts that wrappers for compilation and activation checkpointing add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def encode_all(

@@ -115,14 +115,14 @@ class Launch:
     )
 
     def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
-        issued, group = works.issued, works.issued.communicator.held_group
-        self.collective, self.name = issued.collective, issued.name
+        launched, group = works.launched, works.launched.communicator.held_group
+        self.collective, self.name = launched.collective, launched.name
         self.group, self.ranks = group.name, group.ranks
         self.number = number  # index of the launch among all launches on its group
         self.step = step
         self.since = time.monotonic()
         self._works = weakref.ref(works)
-        self._order = None if issued.communicator.is_gloo else order  # gloo's wait returns after completion
+        self._order = None if launched.communicator.is_gloo else order  # gloo's wait returns after completion
         self._mark: Any = None
         self._over = False
 
@@ -244,7 +244,7 @@ class Watchdog:
 
         This method is called for each collective, so it usually takes no lock and does not query the device.
         """
-        group = works.issued.communicator.held_group.name
+        group = works.launched.communicator.held_group.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
         self._last = launch = Launch(works, number, self._steps, self._order)
         self._in_flight.append(launch)
@@ -279,7 +279,7 @@ class Watchdog:
         return world is not None and dist.group.WORLD is world
 
     def _delete_store_keys(self) -> None:
-        """Delete this rank's keys from the store. The last rank that ends also deletes the common keys."""
+        """Delete this rank's keys from the store. The last watchdog that stops also deletes the keys of all ranks."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):

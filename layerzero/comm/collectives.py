@@ -57,7 +57,7 @@ from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
-from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, WatchedLaunch, display_name
 from layerzero.device.accelerator import compute_device, device_module
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
@@ -296,12 +296,13 @@ class PendingCollective:
     """Collective in flight, which consists of one or more transfers and has a single wait."""
 
     each: tuple[Transfer, ...]
-    issued: LaunchedCollective
-    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # launches recorded by a watchdog
+    launched: LaunchedCollective
+    # Launches recorded by a watchdog.
+    watched: list[WatchedLaunch] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def trace(self) -> CollectiveTrace | None:
-        return self.issued.trace
+        return self.launched.trace
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
@@ -326,13 +327,13 @@ class PendingCollective:
         except RuntimeError as error:
             self._record_wait_end()
             if off_main_thread:
-                raise DeferredCollectiveError(error, self.issued.failed) from error
-            raise self.issued.failed(error) from error
+                raise DeferredCollectiveError(error, self.launched.failed) from error
+            raise self.launched.failed(error) from error
         self._record_wait_end()
         if self.trace is not None:
             self.trace.record_arrival()
         if not off_main_thread:
-            self.issued.communicator.counters.waited[self.issued.collective.value] += time.perf_counter() - began
+            self.launched.communicator.counters.waited[self.launched.collective.value] += time.perf_counter() - began
 
     def make_stream_wait(self) -> None:
         """Make the current stream of a device wait. The stream that uses the result must still call :meth:`wait`.
@@ -345,7 +346,7 @@ class PendingCollective:
             self.trace.record_arrival()
 
     def _record_wait_end(self) -> None:
-        self.issued.communicator.held_group.in_flight.pop(id(self), None)
+        self.launched.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
             watched.record_wait_end()
 
@@ -463,7 +464,7 @@ def all_gather(
     """
     assert after is None or comm.uses_streams
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
-    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as issued:
+    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as launched:
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if not comm.is_gloo or (parts is None and comm.size > 2 and not only_reads_shard):
             function = (
@@ -476,7 +477,7 @@ def all_gather(
                 if comm.uses_streams
                 else function(async_op=True)
             )
-            return issued.attach_transfers(work)
+            return launched.attach_transfers(work)
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
             pieces[comm.rank].copy_(shard)
         works = [
@@ -484,7 +485,7 @@ def all_gather(
             for rank, piece in enumerate(pieces)
             if piece.numel()
         ]
-        return issued.attach_transfers(*works)
+        return launched.attach_transfers(*works)
 
 
 def reduce_scatter(
@@ -509,7 +510,7 @@ def reduce_scatter(
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
     sums_locally = comm.sums_locally or parts is not None  # see [Note: Unequal parts]
-    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as issued:
+    with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as launched:
         received = pool.acquire(numel * comm.size if sums_locally else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if sums_locally:
@@ -528,7 +529,7 @@ def reduce_scatter(
             _StreamReduction(comm, partial(function, async_op=False)) if comm.uses_streams else function(async_op=True)
         )
         return PendingReduction(
-            issued.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
+            launched.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
         )
 
 
@@ -561,7 +562,7 @@ def encoded_reduce_scatter(
     error_numels = [0 if index == rank else numel for index, numel in enumerate(numels)]
     errors = torch.split(residual, error_numels) if residual is not None else None
     from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
-    with launching(comm, collective, name, sum(to_each)) as issued:
+    with launching(comm, collective, name, sum(to_each)) as launched:
         sent, received, sums = (pool.acquire(*size) for size in encoded_buffer_sizes(encoded, numels, rank))
         summands = sums.view(comm.size, numels[rank]).unbind()
 
@@ -593,7 +594,7 @@ def encoded_reduce_scatter(
                 codec.decode(part[: sizes[rank]], blocks[rank], out)
         return summands
 
-    return PendingReduction(issued.attach_transfers(work), flat, decode_parts, None, release_buffers)
+    return PendingReduction(launched.attach_transfers(work), flat, decode_parts, None, release_buffers)
 
 
 def encoded_buffer_sizes(encoded: EncodedPartsSpec, numels: Sequence[int], rank: int) -> list[Size]:
@@ -630,10 +631,10 @@ def all_to_all(
         to_each: number of elements sent to each rank.
     """
     sent_numel = sum(to_each) - to_each[comm.rank]
-    with launching(comm, collective, name, sent_numel * sent.element_size()) as issued:
+    with launching(comm, collective, name, sent_numel * sent.element_size()) as launched:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=comm.group, async_op=True)
-        return issued.attach_transfers(work)
+        return launched.attach_transfers(work)
 
 
 def send_recv(
@@ -643,13 +644,13 @@ def send_recv(
 
     Both tensors are in host memory. If a rank is None, that direction is skipped.
     """
-    with launching(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+    with launching(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as launched:
         works = []
         if source is not None and received.numel():
             works.append(dist.irecv(received, group=comm.group, group_src=source))
         if to is not None and sent.numel():
             works.append(dist.isend(sent, group=comm.group, group_dst=to))
-        return issued.attach_transfers(*(work for work in works if work is not None))
+        return launched.attach_transfers(*(work for work in works if work is not None))
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
@@ -662,8 +663,8 @@ def all_reduce(
 ) -> PendingCollective:
     """Start an in-place all-reduce of a small tensor, and count the bytes that a ring algorithm would send."""
     sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
-    with launching(comm, collective, "", sent) as issued:
-        return issued.attach_transfers(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
+    with launching(comm, collective, "", sent) as launched:
+        return launched.attach_transfers(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
 
 
 @dataclass(frozen=True)
@@ -687,11 +688,11 @@ def all_gather_small(
     Each rank sends to all other ranks concurrently. A reduction, for which gloo uses a ring, would send fewer bytes but
     would take 2 (size - 1) times as long as a single message.
     """
-    with launching(comm, collective, name, (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
+    with launching(comm, collective, name, (comm.size - 1) * tensor.numel() * tensor.element_size()) as launched:
         sent = tensor.repeat(comm.size)
         received = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(received, sent, group=comm.group, async_op=True)
-        return PendingSmallGather(issued.attach_transfers(work), received.view(comm.size, -1), sent)
+        return PendingSmallGather(launched.attach_transfers(work), received.view(comm.size, -1), sent)
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
@@ -733,7 +734,7 @@ def broadcast_group(tensor: Tensor, group: dist.ProcessGroup, *, from_rank: int)
 def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Broadcast `tensor` from rank `from_rank` of the communicator and wait."""
     sent = tensor.numel() * tensor.element_size() if comm.rank == from_rank else 0
-    with launching(comm, collective, "", sent) as issued:
+    with launching(comm, collective, "", sent) as launched:
         work = dist.broadcast(tensor, group_src=from_rank, group=comm.group, async_op=True)
-        works = issued.attach_transfers(work)
+        works = launched.attach_transfers(work)
     works.wait()

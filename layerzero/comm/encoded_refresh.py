@@ -60,7 +60,7 @@ class PendingRefresh:
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self.finished: Future[None] = Future()
-        self.issued: list[LaunchedCollective] = []  # the collective of the weights, once it is launched
+        self.launched: list[LaunchedCollective] = []  # the collective of the weights, once it is launched
         self._comm = comm
         self._name = name
 
@@ -84,7 +84,7 @@ class PendingRefresh:
         if isinstance(threading.current_thread(), StreamThread):
             self._wait(timeout)
             return
-        recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.issued)
+        recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.launched)
         try:
             with nullcontext() if self.done() else recorded:
                 self._wait(timeout)
@@ -226,7 +226,7 @@ class EncodedRefresher:
         sent = new.view(torch.uint8) if sends_full else message[:size]
         received = refresh.received[: sum(nbytes)]
         refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=inputs.name, parts=nbytes)
-        refresh.pending.issued.append(refresh.works.issued)
+        refresh.pending.launched.append(refresh.works.launched)
         for buffer in (new, message):  # the launch has copied the message
             self._pool.release(buffer)
 

@@ -42,34 +42,36 @@ class ModelRanks:
     _control_group: list[HeldGroup] = field(default_factory=list)  # the group of all ranks; empty until it is needed
 
     @classmethod
-    def around(cls, mesh_info: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
+    def connect(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh | None) -> ModelRanks:
         """Find the ranks of a model and create their communicators. All of these ranks must call this method.
 
         Args:
             mesh_info: mesh of the data-parallel ranks of the root module.
-            further: mesh of the model-parallel axes, or None if there are no such axes.
+            model_parallel_mesh: mesh of the model-parallel axes, or None if there are no such axes.
 
         Raises:
             ValueError: data-parallel groups at different model-parallel coordinates share a rank.
         """
-        if further is None or further.size() == 1:
-            return cls(mesh_info, mesh_info.ranks, mesh_info.control_comms, ())._known()
+        if model_parallel_mesh is None or model_parallel_mesh.size() == 1:
+            return cls(mesh_info, mesh_info.ranks, mesh_info.control_comms, ())._with_model_communicators()
         like, counters = mesh_info.zero3_control_comm.group, mesh_info.counters
-        axis_ranks = sorted(further.mesh.flatten().tolist())
+        axis_ranks = sorted(model_parallel_mesh.mesh.flatten().tolist())
         control_comm = Communicator.over(
-            "further control", "control", _new_gloo_group(mesh_info.groups, axis_ranks, like), counters, "cpu"
+            "model-parallel control", "control", _new_gloo_group(mesh_info.groups, axis_ranks, like), counters, "cpu"
         )
         rank_lists = all_gather_text(control_comm, json.dumps(mesh_info.ranks))
         ranks = sorted({rank for text in rank_lists for rank in json.loads(text)})
-        if len(ranks) != mesh_info.data_parallel * further.size():
+        if len(ranks) != mesh_info.data_parallel * model_parallel_mesh.size():
             raise ValueError(
                 f"parameters are DTensors on the ranks {axis_ranks}, whose data-parallel ranks are {rank_lists}. These "
-                f"must form {further.size()} disjoint groups"
+                f"must form {model_parallel_mesh.size()} disjoint groups"
             )
         comms = (*mesh_info.control_comms, control_comm)
-        return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
+        return cls(
+            mesh_info, tuple(ranks), comms, _comms_along(model_parallel_mesh, mesh_info)
+        )._with_model_communicators()
 
-    def _known(self) -> ModelRanks:
+    def _with_model_communicators(self) -> ModelRanks:
         return replace(self, mesh_info=self.with_model_ranks(self.mesh_info))
 
     def with_model_ranks(self, mesh_info: MeshInfo) -> MeshInfo:
@@ -150,20 +152,22 @@ class ModelParallelAxes:
     )
 
     @classmethod
-    def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
+    def of(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
         """Create the model-parallel axes. All ranks of the model must call this method for the same parameters."""
-        flat, names = mesh_info.flat_mesh, further.mesh_dim_names
+        flat, names = mesh_info.flat_mesh, model_parallel_mesh.mesh_dim_names
         flat_mesh_texts = dict(
             zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True)
         )
-        table = torch.tensor([json.loads(flat_mesh_texts[rank]) for rank in further.mesh.flatten().tolist()])
-        global_mesh = DeviceMesh.from_group(
-            [*further.get_all_groups(), *flat.get_all_groups()],
-            mesh_info.mesh.device_type,
-            mesh=table.view(*further.mesh.shape, *flat.mesh.shape),
-            mesh_dim_names=(*(names or map(str, range(further.ndim))), *(flat.mesh_dim_names or ())),
+        table = torch.tensor(
+            [json.loads(flat_mesh_texts[rank]) for rank in model_parallel_mesh.mesh.flatten().tolist()]
         )
-        return cls(further, _comms_along(further, mesh_info), global_mesh)
+        global_mesh = DeviceMesh.from_group(
+            [*model_parallel_mesh.get_all_groups(), *flat.get_all_groups()],
+            mesh_info.mesh.device_type,
+            mesh=table.view(*model_parallel_mesh.mesh.shape, *flat.mesh.shape),
+            mesh_dim_names=(*(names or map(str, range(model_parallel_mesh.ndim))), *(flat.mesh_dim_names or ())),
+        )
+        return cls(model_parallel_mesh, _comms_along(model_parallel_mesh, mesh_info), global_mesh)
 
 
 class LateMaximum:
@@ -213,9 +217,9 @@ def broadcast_over(comms: Sequence[Communicator], tensor: Tensor) -> None:
             broadcast(comm, Collective.BROADCAST, tensor)
 
 
-def _comms_along(further: DeviceMesh, mesh_info: MeshInfo) -> tuple[Communicator, ...]:
+def _comms_along(model_parallel_mesh: DeviceMesh, mesh_info: MeshInfo) -> tuple[Communicator, ...]:
     counters, kind = mesh_info.counters, mesh_info.mesh.device_type
-    groups = enumerate(further.get_all_groups())
+    groups = enumerate(model_parallel_mesh.get_all_groups())
     comms = tuple(
         Communicator.over(f"across {axis}", "model_parallel", group, counters, kind) for axis, group in groups
     )

@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 
 from layerzero.comm.trace_recorder import TraceDispatcher
 
-__all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "display_name", "gather_name"]
+__all__ = [
+    "GATHERS",
+    "Collective",
+    "TrafficCounters",
+    "WatchdogInterface",
+    "WatchedLaunch",
+    "display_name",
+    "gather_name",
+]
 
 
 class Collective(enum.Enum):
@@ -61,17 +69,17 @@ def display_name(collective: Collective, name: str) -> str:
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 
 
-class Watched(Protocol):
+class WatchedLaunch(Protocol):
     """Launch that a watchdog has recorded."""
 
     def record_wait_end(self) -> None:
         """Record that the wait for the collective has returned or failed."""
 
 
-class Watching(Protocol):
+class WatchdogInterface(Protocol):
     """Interface through which the code that launches collectives reports to a watchdog."""
 
-    def launched(self, works: Any) -> Watched:
+    def launched(self, works: Any) -> WatchedLaunch:
         """Record that the pending collective `works` has been launched."""
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
@@ -115,7 +123,7 @@ class TrafficCounters:
     observer: TraceDispatcher = field(default_factory=TraceDispatcher)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
     failure: str = ""  # message of the first collective that failed
-    on_launch: Watching | None = None  # watchdog that records each launch and the end of each wait
+    on_launch: WatchdogInterface | None = None  # watchdog that records each launch and the end of each wait
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:

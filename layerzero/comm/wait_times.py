@@ -17,18 +17,20 @@ def record_wait(
     counters: TrafficCounters,
     collective: Collective,
     name: str = "",
-    issued: Sequence[LaunchedCollective] = (),
+    launched: Sequence[LaunchedCollective] = (),
     number: int = 0,
 ) -> Iterator[None]:
     """Context manager that times and traces the calling thread's wait for a collective of a background thread.
 
     Args:
-        collective: collective to which the wait is attributed if `issued[number]` does not exist after the wait.
-        issued: launched collectives. The background thread may append to this sequence during the wait.
-        number: index of the awaited collective in `issued`.
+        collective: collective to which the wait is attributed if `launched[number]` does not exist after the wait.
+        launched: launched collectives. The background thread may append to this sequence during the wait.
+        number: index of the awaited collective in `launched`.
     """
     began = time.perf_counter()
-    with counters.observer.awaiting(collective.value, name, lambda: issued[number].trace if issued[number:] else None):
+    with counters.observer.awaiting(
+        collective.value, name, lambda: launched[number].trace if launched[number:] else None
+    ):
         yield
-    recorded = issued[number].collective if issued[number:] else collective
+    recorded = launched[number].collective if launched[number:] else collective
     counters.waited[recorded.value] += time.perf_counter() - began

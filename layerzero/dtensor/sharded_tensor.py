@@ -115,7 +115,7 @@ class RowShardedTensor(DTensor):
         with torch.no_grad():
             full = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
-            full = _WithoutGradient.apply(self, full)  # type: ignore[no-untyped-call]
+            full = _RaiseInBackward.apply(self, full)  # type: ignore[no-untyped-call]
         return full
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
@@ -316,7 +316,7 @@ class _RowToZeroDim(torch.autograd.Function):
         return _from_local_shard(gradients[0]._local_tensor, (1,))
 
 
-class _WithoutGradient(torch.autograd.Function):
+class _RaiseInBackward(torch.autograd.Function):
     """Identity function on a full parameter. Its backward raises, because the gradient would be lost silently."""
 
     @staticmethod

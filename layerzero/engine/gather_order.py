@@ -113,7 +113,7 @@ class GatherOrderCheck:
     def _gather_positions(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
-        status = comparison.issued.status if self._repeats >= 0 else None  # without a prediction, all ranks compare
+        status = comparison.launched.status if self._repeats >= 0 else None  # without a prediction, all ranks compare
         if status is not None:
             publish_status(status)
         try:

@@ -106,8 +106,8 @@ class OffloadedStorage(GradientStorage):
         super().__init__(numel, dtype)
         self._slabs = slabs
         self.guard = slabs.lock
-        self._tenant = slabs.tenant_of(unit)
-        self._byte_range = self._tenant.reserve(self, numel * dtype.itemsize)  # byte range in a slab
+        self._of_unit = slabs.accumulators_of(unit)
+        self._byte_range = self._of_unit.reserve(self, numel * dtype.itemsize)  # byte range in a slab
         self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
         self._newer = False  # True if the slab has contents that the host does not have
@@ -120,14 +120,14 @@ class OffloadedStorage(GradientStorage):
     @property
     def blocked(self) -> bool:
         with self.guard:
-            return self._tenant.slab is None and self._slabs.free_slab() is None
+            return self._of_unit.slab is None and self._slabs.free_slab() is None
 
     def open(self, *, keep: bool) -> Tensor:
         with self.guard:
             device = self._enter_slab(keep=keep)
-            assert self._tenant.slab is not None
-            self._slabs.wait(self._tenant.slab)
-            self._tenant.slab.stream_uses.record_use()
+            assert self._of_unit.slab is not None
+            self._slabs.wait(self._of_unit.slab)
+            self._of_unit.slab.stream_uses.record_use()
             self._newer = True
             return device
 
@@ -142,12 +142,12 @@ class OffloadedStorage(GradientStorage):
 
     def _close(self, *, keep: bool) -> None:
         if keep and self._newer:
-            assert self._device is not None and self._tenant.slab is not None
+            assert self._device is not None and self._of_unit.slab is not None
             if self._host is None:
                 self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
-            self._stored = self._slabs.copy(self._tenant.slab, self._host, self._device, to_host=True)
-        elif self._tenant.slab is not None:
-            self._tenant.slab.end_uses()
+            self._stored = self._slabs.copy(self._of_unit.slab, self._host, self._device, to_host=True)
+        elif self._of_unit.slab is not None:
+            self._of_unit.slab.end_uses()
         self._newer = False
 
     def leave_slab(self) -> None:
@@ -156,7 +156,7 @@ class OffloadedStorage(GradientStorage):
         self._device = None
 
     def _enter_slab(self, *, keep: bool) -> Tensor:
-        slab = self._slabs.assign_slab(self._tenant)
+        slab = self._slabs.assign_slab(self._of_unit)
         if self._device is None:
             self._device = slab.memory[self._byte_range].view(self.dtype)
             if keep:
@@ -165,7 +165,7 @@ class OffloadedStorage(GradientStorage):
         return self._device
 
 
-class _Tenant:
+class _UnitAccumulators:
     """Accumulators of one unit, which share a slab."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _Tenant:
 class _Slab:
     def __init__(self, stream_uses: StreamUses) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.tenant: _Tenant | None = None
+        self.accumulators: _UnitAccumulators | None = None
         self.copied: StreamEvent = None  # event of the last copy to or from the slab
         self.stream_uses = stream_uses  # streams that have used the slab since that copy
         self.used: list[StreamEvent] = []  # events after the uses of the slab since that copy
@@ -212,35 +212,35 @@ class _Slabs:
         self.transfers = transfers
         self.lock = threading.RLock()
         self._slabs = [_Slab(StreamUses(transfers.order)) for _ in range(_SLABS)]  # least recently used first
-        self._tenants: dict[Hashable, _Tenant] = {}
+        self._accumulators_by_unit: dict[Hashable, _UnitAccumulators] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(slab.memory.untyped_storage().nbytes() for slab in self._slabs)
 
-    def tenant_of(self, unit: Hashable) -> _Tenant:
-        tenant = self._tenants.setdefault(unit, _Tenant())
-        if tenant.slab is not None:  # another accumulator will be added to the unit
-            tenant.slab.tenant = None
-            tenant.leave_slab()
-        return tenant
+    def accumulators_of(self, unit: Hashable) -> _UnitAccumulators:
+        accumulators = self._accumulators_by_unit.setdefault(unit, _UnitAccumulators())
+        if accumulators.slab is not None:  # another accumulator will be added to the unit
+            accumulators.slab.accumulators = None
+            accumulators.leave_slab()
+        return accumulators
 
     def free_slab(self) -> _Slab | None:
         """Return the least recently used slab that is not leased, or None if all slabs are leased."""
         for slab in self._slabs:
-            if slab.tenant is None or not slab.tenant.leased:
+            if slab.accumulators is None or not slab.accumulators.leased:
                 return slab
         return None
 
-    def assign_slab(self, tenant: _Tenant) -> _Slab:
+    def assign_slab(self, accumulators: _UnitAccumulators) -> _Slab:
         """Return the slab of a unit. If the unit has no slab, first assign one to it."""
-        slab = tenant.slab or self.free_slab()
+        slab = accumulators.slab or self.free_slab()
         assert slab is not None, "collectives read both slabs"
-        if slab.tenant is not tenant:
-            if slab.tenant is not None:
-                slab.tenant.leave_slab()
-            slab.tenant, tenant.slab = tenant, slab
-            largest = max(each.nbytes for each in self._tenants.values())
+        if slab.accumulators is not accumulators:
+            if slab.accumulators is not None:
+                slab.accumulators.leave_slab()
+            slab.accumulators, accumulators.slab = accumulators, slab
+            largest = max(each.nbytes for each in self._accumulators_by_unit.values())
             if slab.memory.numel() < largest:
                 self.wait(slab)
                 slab.memory = self.transfers.device_buffer(largest)

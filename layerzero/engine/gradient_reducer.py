@@ -297,7 +297,7 @@ class GradientReducer:
         values = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
-        self.queue.wait_in_flight()  # reductions of a backward pass inside no_sync may still use the buffers
+        self.queue.wait_for_in_flight()  # reductions of a backward pass inside no_sync may still use the buffers
         for grad_attribute in self._grad_attributes:
             grad_attribute.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:

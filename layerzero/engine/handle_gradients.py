@@ -457,7 +457,7 @@ class HandleReduction:
         self._stages = stages
         self._pending: PendingReduction | None = None  # the in-flight collective
         self._leases: tuple[Lease, ...] = ()  # leases on memory that the collective uses
-        self._issued: list[LaunchedCollective] = []  # collectives launched so far
+        self._launched: list[LaunchedCollective] = []  # collectives launched so far
         self._streams: ReductionStreams  # set by submit()
 
     def submit(self, streams: ReductionStreams) -> None:
@@ -519,7 +519,7 @@ class HandleReduction:
     def _waiting(self, number: int) -> Waiting:
         """Return a function whose context records the host's wait for the stage with the index `number`."""
         gradients, collective = self.gradients, self._stages[number].collective
-        return partial(record_wait, gradients.mesh_info.counters, collective, gradients.label, self._issued, number)
+        return partial(record_wait, gradients.mesh_info.counters, collective, gradients.label, self._launched, number)
 
     # Operations that run on the streams
 
@@ -569,7 +569,7 @@ class HandleReduction:
         except BaseException:
             self._end_leases()
             raise
-        self._issued.append(self._pending.work.issued)
+        self._launched.append(self._pending.work.launched)
 
     def _is_last(self, stage: ReductionStage) -> bool:
         return stage is self._stages[-1]

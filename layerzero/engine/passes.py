@@ -180,9 +180,8 @@ class GatheredUse:
 
     Args:
         units: units that are gathered for the use.
-        forward: latest forward pass, which determines the position of the use in the order of calls. The graph of the
-            forward pass may be freed before the use. It is None if the use records no
-            gradients, or if no such pass exists.
+        forward: latest forward pass, which determines the position of the use in the order of calls. Its graph may be
+            freed before the use. None: the use records no gradients, or no such pass exists.
     """
 
     __slots__ = ("_forward", "awaits_backward", "place", "units")
@@ -205,7 +204,7 @@ class GatheredUse:
         return ", ".join(unit.label for unit in self.units)
 
     @property
-    def obstacle(self) -> str:
+    def reason_not_writable(self) -> str:
         """Phrase for messages that states why weights must not change, and what to do."""
         return (
             f"inside layerzero.gathered, because the context shows the current weights of {self.label}. Leave the "
@@ -222,7 +221,7 @@ class StreamUse(GatheredUse):
         super().__init__((), None)
 
     @property
-    def obstacle(self) -> str:
+    def reason_not_writable(self) -> str:
         return (
             "while a generator from layerzero.stream_weights or WeightSender.packets is active, because it reads the "
             "current weights. Exhaust or close the generator first"

@@ -77,7 +77,7 @@ class ReductionQueue:
         while self._next < len(self.order):
             self._start_reduction(self._next_reduction(across_replicas=across_replicas))
         if across_replicas or self._waits_after_no_sync:
-            self.wait_in_flight()
+            self.wait_for_in_flight()
         else:
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
@@ -98,9 +98,9 @@ class ReductionQueue:
             self.wait_until_writable(gradients)
             self._reducing.append(gradients)
             self._start_reduction(gradients.reduce_accumulated())
-        self.wait_in_flight()
+        self.wait_for_in_flight()
 
-    def wait_in_flight(self) -> None:
+    def wait_for_in_flight(self) -> None:
         """Make later work wait for all in-flight reductions."""
         try:
             self.streams.synchronize(self._events)
@@ -138,7 +138,7 @@ class ReductionQueue:
         next collective.
         """
         with suppress(Exception):
-            self.wait_in_flight()
+            self.wait_for_in_flight()
         self.streams.gradients_ready().wait()
         self._next = 0
 

@@ -366,7 +366,7 @@ class Scheduler(Closable):
 
     def _refuse_streams(self, operation: str) -> None:
         if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
-            raise RuntimeError(f"{operation} is not possible {stream.obstacle}")
+            raise RuntimeError(f"{operation} is not possible {stream.reason_not_writable}")
 
     def _saved_tensors_hooks(self, use: GatheredUse) -> saved_tensors_hooks:
         outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]

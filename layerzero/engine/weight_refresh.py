@@ -87,7 +87,7 @@ class WeightRefresher:
         `what` names the operation in the message.
         """
         if self._uses:
-            raise RuntimeError(f"{what} is not possible {self._uses[0].obstacle}")
+            raise RuntimeError(f"{what} is not possible {self._uses[0].reason_not_writable}")
 
     @contextmanager
     def step(self) -> Iterator[RefreshRound | None]:

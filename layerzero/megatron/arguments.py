@@ -192,7 +192,7 @@ class _Rule(NamedTuple):
     why: str
 
 
-def _is_set(name: str) -> Callable[[Namespace], Any]:
+def _value_of(name: str) -> Callable[[Namespace], Any]:
     return lambda args: getattr(args, name, None)
 
 
@@ -205,8 +205,8 @@ _HOOKS = "searches the output layer inside Megatron's own wrapper; leave it out"
 _REMAT = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 _OFFLOAD = "configures Megatron's optimizer; use offload_optimizer and offload_grads of --layerzero-config"
 _RULES: dict[str, _Rule] = {
-    "--use-torch-fsdp2": _Rule(_is_set("use_torch_fsdp2"), _WRAPPER),
-    "--use-megatron-fsdp": _Rule(_is_set("use_megatron_fsdp"), _WRAPPER),
+    "--use-torch-fsdp2": _Rule(_value_of("use_torch_fsdp2"), _WRAPPER),
+    "--use-megatron-fsdp": _Rule(_value_of("use_megatron_fsdp"), _WRAPPER),
     "--optimizer": _Rule(
         lambda args: args.optimizer not in ("adam", "sgd"),
         "is not tested in Megatron's loop; use adam or sgd",
@@ -220,52 +220,54 @@ _RULES: dict[str, _Rule] = {
     "--ckpt-format": _Rule(
         lambda args: _saves_or_loads(args) and args.ckpt_format != "torch_dist", "cannot store shards; use torch_dist"
     ),
-    "--ckpt-convert-format": _Rule(_is_set("ckpt_convert_format"), "cannot store shards; convert without layerzero"),
+    "--ckpt-convert-format": _Rule(_value_of("ckpt_convert_format"), "cannot store shards; convert without layerzero"),
     "--non-persistent-ckpt-type": _Rule(
         lambda args: args.non_persistent_ckpt_type in ("local", "in_memory"),
         "stores the state of a node in a separate format; use global",
     ),
     "--overlap-param-gather-with-optimizer-step": _Rule(
-        _is_set("overlap_param_gather_with_optimizer_step"), "configures Megatron's optimizer; leave it out"
+        _value_of("overlap_param_gather_with_optimizer_step"), "configures Megatron's optimizer; leave it out"
     ),
     "--num-distributed-optimizer-instances": _Rule(
         lambda args: args.num_distributed_optimizer_instances > 1,
         "is replaced by zero3_size of --layerzero-config; leave it out",
     ),
-    "--optimizer-cpu-offload": _Rule(_is_set("optimizer_cpu_offload"), _OFFLOAD),
+    "--optimizer-cpu-offload": _Rule(_value_of("optimizer_cpu_offload"), _OFFLOAD),
     "--use-precision-aware-optimizer": _Rule(
-        _is_set("use_precision_aware_optimizer"),
+        _value_of("use_precision_aware_optimizer"),
         "rounds optimizer states, which layerzero stores in fp32; leave it out",
     ),
     "--grad-reduce-in-bf16": _Rule(
-        _is_set("grad_reduce_in_bf16"),
+        _value_of("grad_reduce_in_bf16"),
         "is replaced by reduce_dtype and replica_reduce_dtype of --layerzero-config; leave it out",
     ),
     "--ddp-reduce-scatter-with-fp32-accumulation": _Rule(
-        _is_set("ddp_reduce_scatter_with_fp32_accumulation"),
+        _value_of("ddp_reduce_scatter_with_fp32_accumulation"),
         "is replaced by reduce_scatter_with_fp32_accumulation of --layerzero-config; leave it out",
     ),
     "--check-for-large-grads": _Rule(
-        _is_set("check_for_large_grads"), "reads buffers of Megatron's wrapper; leave it out"
+        _value_of("check_for_large_grads"), "reads buffers of Megatron's wrapper; leave it out"
     ),
-    "--qk-clip": _Rule(_is_set("qk_clip"), "scales full weights after the step; leave it out"),
+    "--qk-clip": _Rule(_value_of("qk_clip"), "scales full weights after the step; leave it out"),
     "--dump-param-to-param-group-map": _Rule(
-        _is_set("dump_param_to_param_group_map"), "reads Megatron's optimizer; leave it out"
+        _value_of("dump_param_to_param_group_map"), "reads Megatron's optimizer; leave it out"
     ),
-    "--moe-use-upcycling": _Rule(_is_set("moe_use_upcycling"), "copies full weights; convert without layerzero first"),
-    "--perform-rl-step": _Rule(_is_set("perform_rl_step"), "swaps full weights; leave it out"),
-    "--mtp-num-layers": _Rule(_is_set("mtp_num_layers"), "adds copies of the embeddings; leave it out"),
+    "--moe-use-upcycling": _Rule(
+        _value_of("moe_use_upcycling"), "copies full weights; convert without layerzero first"
+    ),
+    "--perform-rl-step": _Rule(_value_of("perform_rl_step"), "swaps full weights; leave it out"),
+    "--mtp-num-layers": _Rule(_value_of("mtp_num_layers"), "adds copies of the embeddings; leave it out"),
     "--moe-router-enable-expert-bias": _Rule(
-        _is_set("moe_router_enable_expert_bias"), "updates a bias together with the gradients; leave it out"
+        _value_of("moe_router_enable_expert_bias"), "updates a bias together with the gradients; leave it out"
     ),
     "--delay-wgrad-compute": _Rule(
-        _is_set("delay_wgrad_compute"), "computes gradients after a layer's backward; leave it out"
+        _value_of("delay_wgrad_compute"), "computes gradients after a layer's backward; leave it out"
     ),
     "--defer-embedding-wgrad-compute": _Rule(
-        _is_set("defer_embedding_wgrad_compute"), "computes gradients after the last backward; leave it out"
+        _value_of("defer_embedding_wgrad_compute"), "computes gradients after the last backward; leave it out"
     ),
     "--overlap-moe-expert-parallel-comm": _Rule(
-        _is_set("overlap_moe_expert_parallel_comm"), "calls parts of layers separately; leave it out"
+        _value_of("overlap_moe_expert_parallel_comm"), "calls parts of layers separately; leave it out"
     ),
     "--gtp-weight-remat-size": _Rule(
         lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
@@ -273,22 +275,22 @@ _RULES: dict[str, _Rule] = {
         "it out, and use zero3_size of --layerzero-config",
     ),
     "--moe-expert-rank-capacity-factor": _Rule(
-        _is_set("moe_expert_rank_capacity_factor"), "repeats a step if experts get too many tokens; leave it out"
+        _value_of("moe_expert_rank_capacity_factor"), "repeats a step if experts get too many tokens; leave it out"
     ),
     "--moe-router-load-balancing-type quantile_balancing": _Rule(
         lambda args: "quantile_balancing" in (getattr(args, "moe_router_load_balancing_type", None) or ()),
         "updates a bias of the routers together with the gradients; use aux_loss or sinkhorn",
     ),
     "--optimizer-cuda-graph": _Rule(
-        _is_set("optimizer_cuda_graph"), "replays a step without its collectives; leave it out"
+        _value_of("optimizer_cuda_graph"), "replays a step without its collectives; leave it out"
     ),
     "--save-params-interval": _Rule(
-        _is_set("save_params_interval"), "reads full weights, but a rank stores only some rows; use --save-interval"
+        _value_of("save_params_interval"), "reads full weights, but a rank stores only some rows; use --save-interval"
     ),
-    "--logits-save-dir": _Rule(_is_set("logits_save_dir"), _HOOKS),
-    "--logits-load-dir": _Rule(_is_set("logits_load_dir"), _HOOKS),
-    "--fp8-format": _Rule(_is_set("fp8"), "would quantize gathered weights in each forward; leave it out"),
-    "--fp4-format": _Rule(_is_set("fp4"), "would quantize gathered weights in each forward; leave it out"),
+    "--logits-save-dir": _Rule(_value_of("logits_save_dir"), _HOOKS),
+    "--logits-load-dir": _Rule(_value_of("logits_load_dir"), _HOOKS),
+    "--fp8-format": _Rule(_value_of("fp8"), "would quantize gathered weights in each forward; leave it out"),
+    "--fp4-format": _Rule(_value_of("fp4"), "would quantize gathered weights in each forward; leave it out"),
     "--cuda-graph-impl": _Rule(
         lambda args: args.cuda_graph_impl != "none",
         "records the addresses of weights, which layerzero frees and allocates again; use none",

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.checkpoint.state_names import RankLocalNames, plain_name
+from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_layout import module_name
+from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 
 __all__ = ["expert_names_of"]
 
@@ -48,7 +49,7 @@ def expert_names_of(chunk: ShardedChunk) -> RankLocalNames:
         return None
 
     def stored(name: str) -> str:
-        name = plain_name(name)
+        name = strip_wrapper_names(name)
         if (parts := split_name(name)) is None:
             return name
         prefix, match, local_experts = parts
@@ -59,7 +60,7 @@ def expert_names_of(chunk: ShardedChunk) -> RankLocalNames:
         return parts is not None and int(parts[1][2]) in range(num_experts) and int(parts[1][2]) not in parts[2]
 
     for member in get_state(chunk).members.values():
-        if member.spec.num_holders < groups.zero1.size() and split_name(plain_name(member.name)) is None:
+        if member.spec.num_holders < groups.zero1.size() and split_name(strip_wrapper_names(member.name)) is None:
             raise ValueError(
                 f"layerzero.megatron.save and load do not support {member.name!r}, because its name does not contain "
                 "the index of its expert. Use Megatron's format torch_dist, with sharded_state_dict of chunks and "
@@ -79,7 +80,7 @@ def _expert_indices(chunk: ShardedChunk) -> dict[str, range]:
     for name, module in chunk.named_modules():
         local_experts: Any = getattr(module, "local_expert_indices", None)
         if local_experts and hasattr(module, "experts"):
-            experts_by_prefix[f"{module_name(plain_name(name))}.experts."] = range(
+            experts_by_prefix[f"{module_name(strip_wrapper_names(name))}.experts."] = range(
                 local_experts[0], local_experts[-1] + 1
             )
     return experts_by_prefix

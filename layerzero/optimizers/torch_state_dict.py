@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.optimizer_state import shorten_names
 
-__all__ = ["first_state", "first_states", "to_numbered", "to_own_names"]
+__all__ = ["first_state", "first_states", "strip_wrapper_names", "to_numbered", "to_own_names"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
@@ -133,11 +133,12 @@ def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
     for names in names_of.values():
         own_name = next((name for name in names if name in own_names), None)
         if own_name is not None:
-            aliases |= {alias: own_name for name in names for alias in (name, _strip_wrappers(name))}
+            aliases |= {alias: own_name for name in names for alias in (name, strip_wrapper_names(name))}
     return aliases
 
 
-def _strip_wrappers(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
+    """Return a name without the parts that wrappers for compilation and activation checkpointing add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

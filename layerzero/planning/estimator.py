@@ -428,9 +428,9 @@ class Estimator:
             accumulation=choice.accumulation,
             compute=self.param_dtype.itemsize,
             reduce=choice.reduce_dtype.itemsize,
-            replica_reduce=self._hop2_width(choice),
+            replica_reduce=self._hop2_bytes_per_element(choice),
             hop2_coding=self._hop2_coding(choice),
-            refreshed=self._refresh_width(choice),
+            refreshed=self._refresh_bytes_per_element(choice),
             accumulator=(choice.accumulation_dtype or torch.float32).itemsize,
             refresh_encoding=1 / encoding,
             refresh_decoding=1 / decoding,
@@ -444,7 +444,7 @@ class Estimator:
         )
         return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, schedule, steps=_STEPS))
 
-    def _hop2_width(self, choice: Candidate) -> float:
+    def _hop2_bytes_per_element(self, choice: Candidate) -> float:
         """Return the number of bytes per element that hop 2 sends."""
         if choice.hop2_codec is None:
             return (choice.replica_reduce_dtype or choice.reduce_dtype).itemsize
@@ -458,7 +458,7 @@ class Estimator:
         encoding, decoding = _CODING[choice.hop2_codec, self.cluster.device]
         return 1 / encoding + 1 / decoding
 
-    def _refresh_width(self, choice: Candidate) -> float | None:
+    def _refresh_bytes_per_element(self, choice: Candidate) -> float | None:
         """Return the number of bytes per element that an encoded refresh sends, or None without a refresh codec."""
         if choice.refresh_codec is None:
             return None

@@ -268,8 +268,8 @@ def _computing(seconds: float, compute_key: ComputeKey) -> _SimTask:
     )
 
 
-class _Running:
-    """In-flight reduction, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
+class _InFlightReduction:
+    """Reduction that proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
 
     Attributes:
         num_added: number of the reduction's collectives whose addition has finished.
@@ -305,7 +305,7 @@ class _Host:
         self.world = _Simulation(machine, self.outcome)
         self._machine = machine
         self._tasks: dict[int, _SimTask] = {}
-        self._running: list[_Running] = []
+        self._reductions: list[_InFlightReduction] = []
         self._waits: Counter[str] = Counter()
 
     def run_operation(self, operation: Operation) -> None:
@@ -319,15 +319,15 @@ class _Host:
             self._wait(lambda: task.done, task.what)
         elif isinstance(operation, StartReduction):
             if operation.collectives[0].kind == "hop2":  # keep the order of launches on the communicator of hop 2
-                self._wait_for([each for each in self._running_at(0) if each.collectives[0].kind != "hop2"], 0)
+                self._wait_for([each for each in self._reductions_at(0) if each.collectives[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
-            self._running.append(_Running(operation, self.world, self._machine.launch))
+            self._reductions.append(_InFlightReduction(operation, self.world, self._machine.launch))
             for index in range(len(operation.collectives)):
-                self._make_room(index, _IN_FLIGHT.get(index, len(self._running)))
+                self._make_room(index, _IN_FLIGHT.get(index, len(self._reductions)))
         elif isinstance(operation, WaitReductions):
-            for index in range(max((len(running.collectives) for running in self._running), default=0)):
+            for index in range(max((len(reduction.collectives) for reduction in self._reductions), default=0)):
                 self._make_room(index, 0)
-            self._running.clear()
+            self._reductions.clear()
         elif isinstance(operation, StepEnd):
             self.outcome.step_ends.append(self.world.now)
             self.outcome.waits.append(self._waits)
@@ -343,9 +343,9 @@ class _Host:
         self.outcome.waited += self.world.now - start
         self._waits[kind] += self.world.now - start  # type: ignore[assignment]
 
-    def _running_at(self, index: int) -> list[_Running]:
+    def _reductions_at(self, index: int) -> list[_InFlightReduction]:
         """Return the reductions, oldest first, that have not added the result of their collective at index `index`."""
-        return [running for running in self._running if running.num_added <= index < len(running.collectives)]
+        return [each for each in self._reductions if each.num_added <= index < len(each.collectives)]
 
     def _make_room(self, index: int, limit: int) -> None:
         """Wait until at most `limit` reductions have not added the result of their collective at index `index`.
@@ -353,9 +353,9 @@ class _Host:
         When a reduction starts, the limits are `IN_FLIGHT` of engine/reduction_queue.py. To wait for all reductions,
         the limit is 0.
         """
-        under_way = self._running_at(index)
+        under_way = self._reductions_at(index)
         self._wait_for(under_way[: max(0, len(under_way) - limit)], index)
 
-    def _wait_for(self, reductions: Iterable[_Running], index: int) -> None:
+    def _wait_for(self, reductions: Iterable[_InFlightReduction], index: int) -> None:
         for running in reductions:
             self._wait(lambda running=running: running.num_added > index, running.collectives[index].kind)  # type: ignore[misc]

@@ -218,7 +218,7 @@ def meshes_of_units(
     """
     root, *_ = further
     mesh_info = MeshInfo.from_mesh(root, groups=groups, sums_locally=sums_locally)
-    model_ranks = ModelRanks.around(mesh_info, further[root])
+    model_ranks = ModelRanks.connect(mesh_info, further[root])
     mesh_info = model_ranks.mesh_info
     sites = {}
     for mesh, axes in further.items():

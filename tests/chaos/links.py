@@ -65,7 +65,7 @@ def cut_cable(run: Try, draw: random.Random) -> str:
 
 
 def slow_cable(run: Try, draw: random.Random) -> str:
-    """Slow one link to 1 %. All ranks report the slow link, and the run goes on."""
+    """Reduce the rate of one link to 1%. All ranks report the slow link, and the run continues."""
     run.calm = _calm()
     with switched(2, RATE) as switch:
         ranks = run.start({"watch": True, "network": _network(switch)})

@@ -153,12 +153,12 @@ def test_weights_have_the_same_bits_after_every_step(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     # With S = 1, no ranks share memory. With one replica, (2, 2) stands for (4, 4). Muon's owners are tested with one
-    # uneven and one shared case; the test above has (2, 1). 72 steps have each event twice.
+    # uneven and one shared case; the test above has (2, 1). In 72 steps, each event happens twice.
     ("ranks", "size", "shared_memory", "muon", "steps"),
     [
         (2, 1, "off", False, 200),
-        (3, 1, "off", False, 72),
-        (4, 1, "off", False, 72),
+        (3, 1, "off", False, 200),
+        (4, 1, "off", False, 200),
         (4, 2, "off", False, 200),
         (4, 2, None, False, 72),
         (2, 2, None, False, 200),

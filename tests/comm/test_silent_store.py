@@ -1,4 +1,4 @@
-"""The store stops answering: waiting ranks report it, and do not wait for the store, too."""
+"""The store stops answering: waiting ranks report this, and do not wait for the store themselves."""
 
 from __future__ import annotations
 

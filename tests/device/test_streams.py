@@ -202,7 +202,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
         return heard
 
     def seen(works: PendingCollective, **how: bool) -> None:
-        if works.issued.communicator in control and not how.get("off_main_thread"):
+        if works.launched.communicator in control and not how.get("off_main_thread"):
             (fresh if works in [heard.work for heard in made] else old).append(works)
         wait(works, **how)
 

@@ -126,7 +126,7 @@ def _fails(rank: int) -> None:
 
     def broken(pending: PendingReduction, *args: Any, **settings: Any) -> None:
         add(pending, *args, **settings)
-        if pending.work.issued.name == UNITS[2]:
+        if pending.work.launched.name == UNITS[2]:
             raise LookupError(f"in thread {threading.current_thread().name!r}")
 
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
@@ -155,7 +155,7 @@ def _fails_alone(rank: int) -> str:
 
     def broken(pending: PendingReduction, *args: Any, **settings: Any) -> None:
         add(pending, *args, **settings)
-        if rank == 0 and pending.work.issued.name == UNITS[2]:
+        if rank == 0 and pending.work.launched.name == UNITS[2]:
             raise MemoryError("of rank 0")
 
     with mock.patch.object(PendingReduction, "add_to", broken):

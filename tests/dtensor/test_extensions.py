@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses that define what is all-gathered: FSDP2's all-gather extension."""
+"""Parameters whose tensor subclass implements FSDP2's all-gather extension."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ class Odd(nn.Module):
 
 
 class Through(nn.Module):
-    """Root whose own weight lies between a nested unit and the loss, and passes on gradients that it does not get.
+    """Root whose own weight is used between a nested unit and the loss.
 
-    The weight gets a gradient of its own early, or none.
+    Gradients flow through this use to the unit. The weight gets its own gradient early, or none.
     """
 
     def __init__(self, how: str) -> None:

@@ -269,7 +269,7 @@ def test_a_graph_that_outlived_a_step_is_refused(unit: type[nn.Module], size: in
 
 
 def _portions(rank: int) -> None:
-    """Use a reentrant checkpoint: a backward inside the backward, with gradients of its own."""
+    """Compare training with reentrant activation checkpointing, whose nested backward yields separate gradients."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         compare(rank, "portions", Case(lambda: blocks(order=(0, 1, 0, 2, 0), reentrant=True)), **settings)
 

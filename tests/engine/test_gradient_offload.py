@@ -1,4 +1,4 @@
-"""`offload_grads`: accumulators in host memory, the same bits, two units on the device, no copy used too early.
+"""`offload_grads`: same bits, accumulators of at most two units on the device, no use of an unfinished copy.
 
 There is no device here whose copies run late. `LateTransfers` replaces one: it performs a copy only when the
 computation waits for it, and detects accesses to either side before.

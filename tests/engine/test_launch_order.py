@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class Sometimes(nn.Module):
-    """Layer with two parameters, the second of which only every other rank uses.
+    """Layer with two parameters, the second of which only ranks with odd numbers use.
 
     Activations are sums of parameters, so that all results are exact.
     """

@@ -44,7 +44,7 @@ def own(rank: int, arguments: Sequence[str], also: Any = None) -> Printed:
 
 
 def ours(rank: int, arguments: Sequence[str], also: Any = None, node: int = 2, without: str = "") -> Printed:
-    """Run a user's script with layerzero; LOCAL_WORLD_SIZE is `node`, as torchrun would set it."""
+    """Run examples/pretrain_megatron.py, which uses layerzero, with `node` as LOCAL_WORLD_SIZE, which torchrun sets."""
 
     def main() -> None:
         import pretrain_megatron  # noqa: PLC0415 - Megatron-LM is there now

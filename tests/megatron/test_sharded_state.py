@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Sharded state dicts in Megatron's distributed checkpoints: between layouts, and to and from Megatron."""
+"""Sharded state dicts in Megatron's distributed checkpoints: loads into other layouts, and to and from Megatron."""
 
 from __future__ import annotations
 

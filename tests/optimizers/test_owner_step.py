@@ -114,7 +114,7 @@ def shard_all(optimizers: list[Optimizer], model: nn.Module) -> list[layerzero.S
 
 
 def used_in(step: int) -> str:
-    """Return the units that all ranks use in a step. Every other node uses fewer: see `step_of`."""
+    """Return the units that nodes with even numbers use in a step. The others skip the last one: see `step_of`."""
     return ("abcd", "abc", "acd", "abcd")[step]
 
 

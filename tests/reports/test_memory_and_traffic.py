@@ -352,7 +352,10 @@ def test_frozen_weights_are_neither_reduced_nor_refreshed() -> None:
 
 
 def _reentrant(rank: int) -> None:
-    """Run nested backwards into units, outside any forward of the root."""
+    """Call units without a forward of the root, one of them under reentrant activation checkpointing.
+
+    The backward of that unit is nested in the outer backward.
+    """
     model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
     alone = integer_net()
 

@@ -105,7 +105,7 @@ class OnDevice(Flat):
 
 
 class Stateful(nn.Module):
-    """Subclass with a state beside its tensors, which is a tensor subclass, too."""
+    """Module whose extra state is a tensor subclass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def _policy(name: str, module: nn.Module) -> MixedPrecisionPolicy:
 
 
 def _by_hand(model: nn.Module, x: Tensor) -> Tensor:
-    """Apply the same casts in one process."""
+    """Run the forward in one process, with the casts of `_policy` written out."""
     weights = {n: p.bfloat16() if "norm" not in n else p for n, p in model.named_parameters()}
     x = x.bfloat16()
     for i in range(len(model)):

@@ -130,7 +130,7 @@ def keyword_batch(index: int, rank: int) -> dict[str, Tensor]:
 
 
 class Right(NamedTuple):
-    """Call that must find no difference."""
+    """Arguments of a call of ``layerzero.verify`` that must find no difference."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int], Any] = make_batch

@@ -125,7 +125,7 @@ class SharedMemoryTransport(Transport):
         """
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_scratch
         numel = flat.numel() // comm.size
-        with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as issued:
+        with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as launched:
             send_buffer = flat if pool.contains(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
             number = pool.publish(send_buffer)
 
@@ -138,7 +138,7 @@ class SharedMemoryTransport(Transport):
             # no extra memory is needed.
             parts = partial(pool.parts, number, numel, flat.dtype)
             return PendingReduction(
-                issued.attach_transfers(pool.peers_ready(number)), flat, parts, wire_dtype, release_buffers
+                launched.attach_transfers(pool.peers_ready(number)), flat, parts, wire_dtype, release_buffers
             )
 
     @property
