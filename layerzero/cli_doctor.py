@@ -24,7 +24,7 @@ __all__ = ["add_doctor"]
 
 def _doctor(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT]", help="Training script, which is read but not run.")
+        Path | None, typer.Argument(metavar="SCRIPT", help="Training script, which is read but not run.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1.0)] = 60.0,

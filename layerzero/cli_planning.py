@@ -55,13 +55,20 @@ _JSON = typer.Option("--json", help="Print the result as one JSON object.")
 def _plan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="module:function that builds the model, or a Hugging Face config.json."),
+        typer.Argument(metavar="MODEL", help="module:function that builds the model, or a Hugging Face config.json."),
     ] = None,
     layers: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     hidden: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     vocab: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     heads: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
-    ffn: Annotated[int, typer.Option(help="Default: 4 x hidden.", show_default=False, rich_help_panel=_SIZES)] = 0,
+    ffn: Annotated[
+        int,
+        typer.Option(
+            help="Width of the feed-forward layers, which are gated. Default: 4 x hidden.",
+            show_default=False,
+            rich_help_panel=_SIZES,
+        ),
+    ] = 0,
     kv_heads: Annotated[int, typer.Option(help="Default: heads.", show_default=False, rich_help_panel=_SIZES)] = 0,
     experts: Annotated[int, typer.Option(help="Experts per layer.", rich_help_panel=_SIZES)] = 0,
     tied: Annotated[
@@ -88,30 +95,43 @@ def _plan(
     tokens: Annotated[int, typer.Option(help="Tokens in a rank's micro-batch.")] = 4096,
     sequence: Annotated[int | None, typer.Option(help="Tokens in one sequence. Default: --tokens.")] = None,
     micro_batches: Annotated[
-        list[int] | None, typer.Option(help="Micro-batches per step; may be repeated. Default: 1, 4, 16.")
+        list[int] | None,
+        typer.Option(metavar="<int>", help="Micro-batches per step; may be repeated. Default: 1, 4, 16."),
     ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a step on all ranks. Determines the number of micro-batches.")
     ] = None,
-    zero3_size: Annotated[list[int] | None, typer.Option(help="S to try; may be repeated.")] = None,
+    zero3_size: Annotated[
+        list[int] | None,
+        typer.Option(metavar="<int>", help="S, ranks over which weights are sharded, to try; may be repeated."),
+    ] = None,
     unit: Annotated[
-        list[str] | None, typer.Option(help="Name or class of a unit of MODULE:FUNCTION; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="<str>", help="Name or class of a unit of MODULE:FUNCTION; may be repeated."),
     ] = None,
     param_dtype: Annotated[str, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = "bf16",
     hop2_codec: Annotated[
         list[str] | None,
-        typer.Option(help="int8_blocks, int4_blocks or none, to try between nodes; may be repeated. Default: none."),
+        typer.Option(
+            metavar="<str>",
+            help="int8_blocks, int4_blocks or none, to try between nodes; may be repeated. Default: none.",
+        ),
     ] = None,
     refresh_codec: Annotated[
         list[str] | None,
-        typer.Option(help="lossless, int4_difference or none, on CPUs; may be repeated. Default: none."),
+        typer.Option(
+            metavar="<str>", help="lossless, int4_difference or none, on CPUs; may be repeated. Default: none."
+        ),
     ] = None,
     replica_reduce_dtype: Annotated[
         list[str] | None,
-        typer.Option(help="bf16, fp16, fp32 or none (the reduce dtype), to try in hop 2; may be repeated."),
+        typer.Option(
+            metavar="<str>", help="bf16, fp16, fp32 or none (the reduce dtype), to try in hop 2; may be repeated."
+        ),
     ] = None,
     accumulation_dtype: Annotated[
-        list[str] | None, typer.Option(help="bf16 or none, to try in accumulators; may be repeated. Default: none.")
+        list[str] | None,
+        typer.Option(metavar="<str>", help="bf16 or none, to try in accumulators; may be repeated. Default: none."),
     ] = None,
     recompute: Annotated[
         bool, typer.Option(help="Recompute each block's forward during its backward (activation checkpointing).")
@@ -257,11 +277,10 @@ def _simulate(
     between: Annotated[float | None, _BETWEEN] = None,
     inside: Annotated[float | None, _INSIDE] = None,
     between_latency: Annotated[
-        float | None, _cluster_option("between_latency", "Microseconds of a step of a collective between nodes.")
+        float | None,
+        _cluster_option("between_latency", "Microseconds of latency per step of a collective between nodes."),
     ] = None,
-    inside_latency: Annotated[
-        float | None, _cluster_option("inside_latency", "Microseconds of such a step inside a node.")
-    ] = None,
+    inside_latency: Annotated[float | None, _cluster_option("inside_latency", "The same inside a node.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Simulate the schedule of a trace on a machine with other link speeds.

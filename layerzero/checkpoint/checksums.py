@@ -76,8 +76,7 @@ class ChecksumScheme:
             return _xxh3()
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "the checkpoint has XXH3 checksums, but xxhash is not installed. "
-                'Run: pip install "torch-layerzero[checkpoint]"'
+                "the checkpoint has XXH3 checksums, but xxhash is not installed. Run: pip install xxhash"
             ) from error
 
     def count(self, size: int) -> int:

@@ -165,8 +165,9 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     if kind != "cpu" or math.isinf(available):
         return findings
     text = (
-        f"{size_text(available)} of memory available: shared weights take 2 bytes per parameter and node in bf16, "
-        f"outside of /dev/shm, so a model may have at most {available / 2e9:.3g}e9 parameters"
+        f"{size_text(available)} of memory available. With bf16 weights and AdamW, the ranks of a node need 6 bytes "
+        "per parameter, plus 12 bytes divided by the number of nodes, plus activations. A model on one node may have "
+        f"at most {available / 18e9:.3g}e9 parameters"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]
 

@@ -51,11 +51,11 @@ class NoSyncHint:
         if self.listens and self._steps == _ENOUGH:
             self.listens = False
             _LOG.warning(
-                "layerzero: optimizer.step() followed %d backwards, and each backward reduced all gradients. One "
-                "reduction per step is enough. Run all backwards but the last inside `with layerzero.no_sync(model):` "
-                "or model.no_sync(), or after model.set_requires_gradient_sync(False). If the last backward is not "
-                "known in advance, run all backwards inside no_sync: step() reduces the remaining gradients. Ignore "
-                "this message if you read .grad between the backwards",
+                "layerzero: optimizer.step() followed %d backward passes, and each of them reduced all gradients. One "
+                "reduction per step is enough. Run all but the last pass inside `with layerzero.no_sync(model):` or "
+                "model.no_sync(), or after model.set_requires_gradient_sync(False). If the last pass is not known in "
+                "advance, run all of them inside no_sync: step() reduces the remaining gradients. Ignore this message "
+                "if you read .grad between the passes",
                 self._backwards,
             )
         self._backwards = 0

@@ -30,10 +30,10 @@ __all__ = [
     "DTYPE_TEXTS",
     "LAYERZERO",
     "OTHER_SCHEMES",
-    "RULE",
     "Candidate",
     "Estimate",
     "Estimator",
+    "choice_text",
     "simplest_fast_row",
 ]
 
@@ -220,21 +220,44 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
     ("fp32 gradients", lambda row: row.choice.num_low_precision),
     ("weights sharded within a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
-    ("gradients sent between nodes only once per step", lambda row: row.choice.accumulation == "local"),
+    (
+        "gradients sent between nodes only once per step",
+        lambda row: row.choice.accumulation == "local" and row.choice.micro_batches > 1,
+    ),
     ("the least memory", lambda row: row.peak),
-)
-RULE = (
-    f"Among the settings that fit and are within {ALIKE_TEXT} of the fastest, the planner prefers "
-    f"{', then '.join(text for text, _ in _CRITERIA)}."
 )
 
 
 def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
-    """Return the row that ``RULE`` prefers, or None if no row fits."""
+    """Return the row that the criteria prefer among the fastest rows that fit, or None if no row fits."""
+    return min(_fast_rows(rows), key=lambda row: tuple(value(row) for _, value in _CRITERIA), default=None)
+
+
+def choice_text(rows: Iterable[Estimate]) -> str:
+    """Return a sentence that tells why :func:`simplest_fast_row` returns its row. At least one row must fit.
+
+    The sentence contains the criteria that distinguish the fastest rows from each other.
+    """
+    left = _fast_rows(rows)
+    if len(left) == 1:
+        return f"No other settings that fit are within {ALIKE_TEXT} of its throughput."
+    fast, decisive = len(left), []
+    for text, value in _CRITERIA:
+        smallest = min(map(value, left))
+        preferred = [row for row in left if value(row) == smallest]
+        if len(preferred) < len(left):
+            decisive.append(text)
+        left = preferred
+    return (
+        f"Of the {fast} settings that fit and are within {ALIKE_TEXT} of the highest throughput, the planner prefers "
+        f"{', then '.join(decisive)}."
+    )
+
+
+def _fast_rows(rows: Iterable[Estimate]) -> list[Estimate]:
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens for row in fitting), default=0.0)
-    alike = (row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest)
-    return min(alike, key=lambda row: tuple(value(row) for _, value in _CRITERIA), default=None)
+    return [row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest]
 
 
 @dataclass

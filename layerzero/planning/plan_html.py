@@ -24,6 +24,7 @@ from layerzero.planning.plan_report import (
     settings_text,
     short_settings,
     shown_rows,
+    shown_text,
     speeds_text,
     yaml_text,
 )
@@ -37,9 +38,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        'the HTML report of a plan requires matplotlib. Run: pip install "torch-layerzero[plots]"'
-    ) from error
+    raise ModuleNotFoundError("the HTML report of a plan requires matplotlib. Run: pip install matplotlib") from error
 
 __all__ = ["report_html", "write_report"]
 
@@ -88,9 +87,7 @@ def write_report(
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[SiteEstimate] = ()) -> str:
     """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
-    rows = list(shown_rows(plan, _SHOWN))
-    if plan.best is not None and plan.best not in rows:
-        rows = [plan.best, *rows[:-1]]
+    rows = shown_rows(plan, _SHOWN)
     row = plan.best or rows[0]
     comparable = _fastest_of_each_scheme(plan.other_schemes, row.choice.micro_batches)
     with matplotlib.rc_context(_MATPLOTLIB):
@@ -105,9 +102,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         ("Peak memory of an accelerator", memory),
         (
             f"A step of {_row_name(row)}",
-            f'{step}<p class="note">The figure shows the first and the last of {row.choice.micro_batches} '
-            "micro-batches. Gather: ranks that share weights collect those of the next unit. Hop 1: these ranks "
-            "reduce-scatter gradients. Hop 2: ranks with the same shard reduce-scatter gradients between nodes. "
+            f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. Gather: the '
+            "ranks of a ZeRO-3 group collect the weights of the next unit. Hop 1: these ranks reduce-scatter "
+            "gradients. Hop 2: ranks with the same shard reduce-scatter gradients between nodes. "
             "Refresh: they all-gather the updated weights; the refresh at the left belongs to the previous step. "
             f"{escape(waits)}.</p>",
         ),
@@ -125,9 +122,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
         sections.append(("Recommended settings to copy", snippets))
     omitted = (
-        f"The table shows {len(rows)} of the {len(plan.rows)} settings of layerzero that were tried: the fastest that "
-        "fit or, if none fits, those that come closest to fitting. <code>layerzero plan --all</code> prints all of "
-        "them. "
+        f"Of the {len(plan.rows)} settings of layerzero that were tried, the table shows {shown_text(plan, rows)}. "
+        "<code>layerzero plan --all</code> prints all of them. "
         if len(rows) < len(plan.rows)
         else ""
     )
@@ -147,13 +143,19 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         f'<p class="note">{omitted}{COLUMNS_TEXT} Memory is computed with the formulas that '
         "<code>layerzero.memory</code> uses in a run. Activations are estimated, unless you passed their size. Times "
         "of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
-        f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
+        f'<pre class="table">{escape(links[0].upper() + links[1:])}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
     )
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _micro_batches_in_figure(count: int) -> str:
+    return {1: "the only micro-batch", 2: "both micro-batches"}.get(
+        count, f"the first and the last of {count} micro-batches"
+    )
 
 
 def _answer_sentence(plan: Plan) -> str:
@@ -164,20 +166,21 @@ def _answer_sentence(plan: Plan) -> str:
     best = plan.best
     if best is None:
         return plan.why
-    sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds_text(best.step)}"
-    memory = f"{size_text(best.peak)} of {size_text(plan.cluster.room)}"
+    sentence = (
+        f"Use {settings_text(best.choice)}: a simulated step takes {seconds_text(best.step)}, and peak memory is "
+        f"{size_text(best.peak)} of {size_text(plan.cluster.room)}"
+    )
     count = best.choice.micro_batches
     rivals = [each for each in plan.other_schemes if each.fits and each.choice.micro_batches == count]
     fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
-        others = f"no other scheme fits with {count_text(count, 'micro-batch')}"
-        return f"{sentence}, and peak memory is {memory}; {others}."
-    change = f"{abs(best.step / fastest.step - 1):.1%}"
-    other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
-    compared = f"{change} {'shorter' if best.step < fastest.step else 'longer'} than with {other}"
-    peak = size_text(fastest.peak)
-    needs = f"peak memory is {memory}, compared with {peak}"
-    return f"{sentence}, {compared}, the fastest other scheme that fits, and {needs}."
+        return f"{sentence}; no other scheme fits with {count_text(count, 'micro-batch')}."
+    change = f"{abs(fastest.step / best.step - 1):.1%} {'less' if fastest.step < best.step else 'more'}"
+    other = f"{_scheme_name(fastest.choice)} with {reduce_text(fastest.choice)} gradients"
+    return (
+        f"{sentence}; the fastest other scheme that fits, {other}, takes {seconds_text(fastest.step)} ({change}) and "
+        f"needs {size_text(fastest.peak)}."
+    )
 
 
 def _fastest_of_each_scheme(rows: Sequence[Estimate], micro_batches: int) -> list[Estimate]:

@@ -20,10 +20,10 @@ from layerzero.planning.estimator import (
     DTYPE_TEXTS,
     LAYERZERO,
     OTHER_SCHEMES,
-    RULE,
     Candidate,
     Estimate,
     Estimator,
+    choice_text,
     simplest_fast_row,
 )
 from layerzero.planning.site_estimate import SiteEstimate, SiteSettings, estimate_sites
@@ -44,6 +44,7 @@ __all__ = [
     "settings_text",
     "short_settings",
     "shown_rows",
+    "shown_text",
     "speeds_text",
     "yaml_text",
 ]
@@ -56,11 +57,11 @@ HEADER = (
     "step", "tokens/s",
 )  # fmt: skip
 COLUMNS_TEXT = (
-    "S: number of ranks that share the weights; reduce: dtype of gradients in hop 1; after slashes, the dtype or codec "
-    "of hop 2 and the codec of the refresh, if set; A: micro-batches per step; peak: maximum in a step, including "
-    "activations if known; room: free memory of the accelerator, without its reserve; host: host memory per rank; "
-    "zero3, replica: bytes that a rank sends per step inside its ZeRO-3 group and to other replicas; between: bytes "
-    "that leave its node. Times are simulated, not measured."
+    "S: number of ranks over which weights are sharded; reduce: dtype of gradients in hop 1; after slashes, the dtype "
+    "or codec of hop 2 and the codec of the refresh, if set; A: micro-batches per step; peak: maximum in a step, "
+    "including activations if known; room: free memory of the accelerator, excluding the reserve; host: host memory "
+    "per rank; zero3, replica: bytes that a rank sends per step inside its ZeRO-3 group and to other replicas; "
+    "between: bytes that a rank sends to other nodes. Times are simulated, not measured."
 )
 
 
@@ -70,8 +71,8 @@ class LinkComparison:
 
     Attributes:
         between: speed of the link in Gbit/s per node.
-        rows: row of each scheme, chosen by the rule in :attr:`Plan.why` from the rows of the scheme. The value is None
-            if no row of the scheme fits. The first key is ``"layerzero"``.
+        rows: row that the planner prefers for each scheme, or None if no row of the scheme fits. The first key is
+            ``"layerzero"``. At the cluster's own link speed, its row is the recommended one.
     """
 
     between: float
@@ -127,9 +128,8 @@ class Plan:
         num_too_large = sum(not row.fits for row in self.rows)
         free = size_text(max(0.0, self.cluster.room - best.peak))
         sentence = (
-            f"Recommended: {settings_text(best.choice)}. {RULE} "
-            f"{computing / best.step:.0%} of a step is forward and backward, and {free} of memory remains free on each "
-            "accelerator."
+            f"Recommended: {settings_text(best.choice)}. {choice_text(self.rows)} Forward and backward passes take "
+            f"{computing / best.step:.0%} of a step, and {free} of memory remains free on each accelerator."
         )
         return sentence if not num_too_large else f"{sentence} {num_too_large} settings do not fit."
 
@@ -185,6 +185,8 @@ class Plan:
                 schemes[scheme] = simplest_fast_row(
                     estimator.estimate(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
+            if between == own_link:
+                schemes[LAYERZERO] = self.best
             comparisons.append(LinkComparison(between, schemes))
         return tuple(comparisons)
 
@@ -233,7 +235,7 @@ class Plan:
             *([_ONE_UNIT] if self.units == 1 else ()),
             f"{fitting} of {len(self.rows)} settings fit into {size_text(cluster.room)} "
             f"({cluster.memory:.4g} GB without the reserve of {cluster.reserve:.4g} GB)"
-            + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
+            + ("" if every_row else f"; {shown_text(self, rows)}:"),
             "",
             table(HEADER, [row_cells(row) for row in rows]),
             "",
@@ -316,13 +318,26 @@ def _row_data(row: Estimate) -> dict[str, Any]:
 
 
 def group_size(choice: Candidate) -> int | None:
-    """Return S, the number of ranks that share the weights, or None for schemes in which S is fixed."""
+    """Return S, the number of ranks over which weights are sharded, or None for schemes in which S is fixed."""
     return choice.zero3_size if choice.scheme in (LAYERZERO, "HSDP", "HFSDP") else None
 
 
 def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
-    """Return the fastest rows that fit, or the closest rows if none fit; at most `most` rows."""
-    return ([row for row in plan.rows if row.fits] or plan.rows)[:most]
+    """Return the fastest rows that fit, or the closest rows if none fit; at most `most` rows.
+
+    If the recommended row is not among the fastest rows, it replaces the last of them, and comes first.
+    """
+    rows = ([row for row in plan.rows if row.fits] or list(plan.rows))[:most]
+    return rows if plan.best is None or plan.best in rows else [plan.best, *rows[:-1]]
+
+
+def shown_text(plan: Plan, rows: Sequence[Estimate]) -> str:
+    """Return text that describes the rows that :func:`shown_rows` returned."""
+    if plan.best is None:
+        return f"the {len(rows)} closest"
+    if len(rows) > 1 and rows[0].tokens < rows[1].tokens:
+        return f"the recommended settings and the {len(rows) - 1} fastest"
+    return f"the {len(rows)} fastest"
 
 
 def links_text(plan: Plan) -> str:
@@ -344,11 +359,11 @@ def links_text(plan: Plan) -> str:
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
-        f"step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step. The last column "
-        "compares the throughput of layerzero\nwith that of the fastest other scheme; differences of up to "
-        f"{ALIKE_TEXT} are ties:"
+        f"step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step and the settings of "
+        "each scheme that the planner prefers. The last\ncolumn compares the throughput of layerzero with that of the "
+        f"fastest other scheme; differences of up to {ALIKE_TEXT} are ties:"
     )
-    return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'difference'), lines)}"
+    return f"{title}\n{table(('Gbit/s', 'layerzero with', *plan.links[0].rows, 'difference'), lines)}"
 
 
 def short_settings(choice: Candidate) -> str:

@@ -185,7 +185,7 @@ def _listen(rank: int) -> None:
             for _ in range(4):
                 loop(model, optimizer, rank)
         assert len(heard) == (expected if rank == 0 else 0), (name, heard)
-        assert all("followed 2 backwards" in text and "no_sync(model)" in text for text in heard), heard
+        assert all("followed 2 backward passes" in text and "no_sync(model)" in text for text in heard), heard
 
 
 def test_who_reduces_every_micro_batch_hears_of_it_once() -> None:

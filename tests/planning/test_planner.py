@@ -21,7 +21,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
-from layerzero.planning.estimator import StepCost, simplest_fast_row
+from layerzero.planning.estimator import _CRITERIA, StepCost, choice_text, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.plan_report import call_text, reduce_text, settings_text, yaml_text
 from layerzero.planning.sim_program import (
@@ -510,13 +510,29 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
         ("gradients sent between nodes only once per step", {"accumulation": "local"}),
     ]
     worse = [replace(simple, choice=replace(simple.choice, **change)) for _, change in values]
-    assert f"prefers {', then '.join(text for text, _ in values)}, then the least memory. " in found.why
+    rule = f"{', then '.join(text for text, _ in values)}, then the least memory."
+    assert rule == f"{', then '.join(text for text, _ in _CRITERIA)}."
+    assert choice_text([simple, *worse[:-1]]) == (
+        "Of the 6 settings that fit and are within 3% of the highest throughput, the planner prefers "
+        f"{', then '.join(text for text, _ in values[:-1])}."
+    )
+    assert choice_text([simple, worse[2]]).endswith("the planner prefers the fewest codecs.")
+    slow = replace(simple, simulated=lambda: StepCost(1.1, {}, {}, 0.0))
+    assert choice_text([simple, slow]) == "No other settings that fit are within 3% of its throughput."
+    assert choice_text(found.rows) in found.why
+    local = replace(worse[-1], peak=simple.peak - 1)
+    twice = [
+        replace(row, choice=replace(row.choice, micro_batches=2), tokens_per_step=2 * row.tokens_per_step)
+        for row in (simple, local)
+    ]
+    assert simplest_fast_row([simple, local]) is local, "with one micro-batch, it sends gradients only once, too"
+    assert simplest_fast_row(twice) is twice[0]
     narrower = replace(simple, choice=replace(simple.choice, reduce_dtype=torch.bfloat16))
     assert simplest_fast_row([narrower, worse[3]]) is worse[3], "one hop in fp32 is better than none"
     coded = [replace(simple, choice=replace(simple.choice, refresh_codec=codec)) for codec in ("lossless", None)]
     assert simplest_fast_row(coded) is coded[1]
     larger = replace(simple, peak=simple.peak + 1)
-    for row, simpler in itertools.pairwise([*worse, larger, simple]):
+    for row, simpler in itertools.pairwise([*worse[:-1], larger, simple]):
         assert simplest_fast_row([row, simpler]) is simpler
 
 

@@ -23,10 +23,6 @@ COVERED: dict[str, tuple[str, ...]] = {
         "dtensor/test_extensions.py::test_what_it_takes_and_sends_is_counted",
         "integrations/test_torchao.py::test_float8_data_travel_and_scales_need_no_step_of_their_own",
     ),
-    "A weight outside of its unit's forward": (
-        "engine/test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
-        "engine/test_gathered.py::test_gradients_and_weights_are_those_of_one_process",
-    ),
     "Inside `layerzero.gathered`": (
         "engine/test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
     ),
@@ -41,7 +37,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Hyperparameters that differ": (
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
     ),
-    '`refresh_codec="lossless"` on devices': (
+    '`refresh_codec="lossless"` on accelerators': (
         "comm/test_encoded_refresh.py::test_devices_are_refused",
         "comm/test_encoded_refresh.py::test_settings_are_checked",
         "comm/test_difference_codecs.py::test_devices_are_refused",
@@ -76,6 +72,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_rows.py::test_a_weight_that_a_sibling_reads_belongs_to_the_parent",
         "sharding/test_forward_methods.py::test_methods_are_trained_as_in_one_process",
         "sharding/test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",
+        "engine/test_gathered.py::test_gradients_and_weights_are_those_of_one_process",
     ),
     "A penalty on full parameters": (
         "engine/test_grad_attribute.py::test_a_loss_on_sharded_parameters_is_an_error",
@@ -248,7 +245,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Units inside checkpoints with `use_reentrant=True`": (
         "comm/transport/test_post_forward_shard.py::test_units_inside_reentrant_checkpoints_have_no_post_forward_shard",
     ),
-    "A different number of backwards": (
+    "Different numbers of backward passes": (
         "comm/test_failure_report.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
         "comm/test_failure_report.py::test_one_batch_less_before_a_step_is_named_as_such",
         "project/test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
@@ -274,7 +271,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_loops.py::test_schedules_that_scale_gradients_themselves_are_an_error",
         "end_to_end/test_torch_pipelining.py::test_sharded_stages_train_like_one_process",
     ),
-    "Skipping reductions by names": (
+    "Code that skips reductions only for FSDP2 modules": (
         "engine/test_no_sync_names.py::test_who_reduces_every_micro_batch_hears_of_it_once",
         "engine/test_no_sync_names.py::test_the_model_has_no_sync_as_under_ddp_and_fsdp2",
     ),
@@ -399,7 +396,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_failures.py::test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without",
         "project/test_limits_loops.py::test_after_a_failure_the_model_is_used_once_and_zeroed",
     ),
-    "From the second backward inside `no_sync` on": (
+    "A penalty on `p.to_local()` that is computed after the forward": (
         "engine/test_grad_attribute.py::test_a_penalty_in_every_micro_batch",
         "project/test_limits_loops.py::test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync",
     ),
