@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
+from tests.support.ranks import BOTH_SHARED_EXHAUSTIVE, BOTH_SHARED_SLOW, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()
@@ -273,7 +273,7 @@ def _exact(rank: int, size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_errors_do_not_add_up_over_steps(shared_memory: str | None) -> None:
     run_ranks(_sums, shared_memory=shared_memory)
 

@@ -121,7 +121,9 @@ def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
     return logs
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "zero3_size"), [(2, 2), (4, 2), pytest.param(4, 1, marks=pytest.mark.exhaustive)]
+)
 def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
     by_rank = run_ranks(
         _compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30, timeout=300

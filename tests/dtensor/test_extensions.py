@@ -200,8 +200,15 @@ def _trained(rank: int, kind: type[Inner]) -> None:
     compare(rank, "kept among two", case, reshard_after_forward=2, size=4)
 
 
-@pytest.mark.parametrize("run", [run_ranks, run_sharing])
-@pytest.mark.parametrize("kind", [Rounded, Coded])
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (run_ranks, Coded),
+        (run_sharing, Rounded),
+        pytest.param(run_ranks, Rounded, marks=pytest.mark.exhaustive),
+        pytest.param(run_sharing, Coded, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_parameter_of_a_class_is_trained_as_in_one_process(run: Callable[..., Any], kind: type[Inner]) -> None:
     run(_trained, kind, world_size=WORLD)
 

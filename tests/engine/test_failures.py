@@ -157,7 +157,11 @@ def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
             assert not different(ours, expected), (two, settings, accumulated)
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant checkpoint", "checkpoint"])
+@pytest.mark.parametrize(
+    "reentrant",
+    [None, pytest.param(True, marks=pytest.mark.exhaustive), False],
+    ids=["plain", "reentrant checkpoint", "checkpoint"],
+)
 def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(reentrant: bool | None) -> None:
     run_ranks(_fail_in_every_mode, reentrant, world_size=WORLD, pg_timeout=20)
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
-from tests.support.ranks import BOTH, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def _evaluate(rank: int) -> None:
             assert torch.equal(ours, theirs), settings
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(shared_memory: str | None) -> None:
     run_ranks(_evaluate, world_size=WORLD, shared_memory=shared_memory, timeout=240)
 

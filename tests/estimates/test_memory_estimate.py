@@ -28,7 +28,7 @@ from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
         assert (layerzero.memory(model).measured["gradient_shard"] > 0) == (mode != "sharded" or size != 2 or aside)
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_memory_is_predicted_between_micro_batches_whatever_the_loop(shared_memory: str | None) -> None:
     run_ranks(_predicted_within_a_step, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
@@ -192,7 +192,7 @@ def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
             _assert_predicted(model, case)
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
@@ -225,7 +225,9 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None) ->
                     assert not (buffer.storage.returns_memory and buffer._parts), "a view would keep the memory"
 
 
-@pytest.mark.parametrize("accumulation_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "accumulation_dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead(accumulation_dtype: torch.dtype | None) -> None:
     run_ranks(_predicted_on_a_device, accumulation_dtype, timeout=240)
 
@@ -288,7 +290,7 @@ def test_units_inside_units_are_predicted_too() -> None:
     run_ranks(_nested, shared_memory="off")
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_models_of_odd_sizes_are_predicted_too(shared_memory: str | None) -> None:
     run_ranks(_predicted_for_odd_models, shared_memory=shared_memory)
 
@@ -322,7 +324,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 def test_scratch_is_predicted_after_rows_have_moved_to_owners(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_owners, _sizes_of(shared_memory), shared_memory=shared_memory)
 

@@ -25,7 +25,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH_SHARED_EXHAUSTIVE, mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,10 @@ def _like_one_process(rank: int, world: int, zero3_size: int, name: str) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
+@pytest.mark.parametrize(
+    ("world", "zero3_size"),
+    [pytest.param(*grid, marks=[pytest.mark.exhaustive] * (grid in [(2, 2), (4, 4)])) for grid in GRIDS],
+)
 def test_matrix_optimizers_have_the_bits_of_one_process(world: int, zero3_size: int, name: str) -> None:
     run_ranks(_like_one_process, world, zero3_size, name, world_size=world)
 
@@ -194,7 +197,7 @@ def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
                 theirs.zero_grad()
 
 
-@BOTH
+@BOTH_SHARED_EXHAUSTIVE
 @pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
 def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: int, shared_memory: str) -> None:
     run_ranks(_follow_one_process, world, zero3_size, world_size=world, shared_memory=shared_memory)

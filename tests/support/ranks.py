@@ -35,13 +35,26 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["BOTH", "BOTH_SHARED_SLOW", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
+__all__ = [
+    "BOTH",
+    "BOTH_SHARED_EXHAUSTIVE",
+    "BOTH_SHARED_SLOW",
+    "mesh_of",
+    "run_ranks",
+    "run_sharing",
+    "serve",
+    "stop_ranks",
+]
 
 # The default of users, which is shared memory if S > 1; and collectives.
 BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
 # The same, but the test with shared memory is a slow one.
 BOTH_SHARED_SLOW = pytest.mark.parametrize(
     "shared_memory", [pytest.param("off", id="off"), pytest.param(None, id="default", marks=pytest.mark.slow)]
+)
+# Both, but the test with shared memory is an exhaustive one.
+BOTH_SHARED_EXHAUSTIVE = pytest.mark.parametrize(
+    "shared_memory", [pytest.param("off", id="off"), pytest.param(None, id="default", marks=pytest.mark.exhaustive)]
 )
 
 _HOST = "127.0.0.1"
