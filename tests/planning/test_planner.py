@@ -23,7 +23,7 @@ from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
 from layerzero.planning.estimator import _CRITERIA, StepCost, choice_text, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
-from layerzero.planning.plan_report import call_text, reduce_text, settings_text, yaml_text
+from layerzero.planning.plan_report import COLUMNS_TEXT, call_text, reduce_text, settings_text, yaml_text
 from layerzero.planning.sim_program import (
     Operation,
     SimCompute,
@@ -287,7 +287,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         found = plan(model, Cluster(nodes=4, accelerators=2, device="cpu"), units=units, micro_batches=[2])
         text = str(found)
         assert found.best is not None and found.best.fits and found.why in text
-        said = text[text.index("# layerzero.yaml") : text.index("S: number of ranks that share the weights")]
+        said = text[text.index("# layerzero.yaml") : text.index(COLUMNS_TEXT[:30])]
         path = tmp_path / "layerzero.yaml"
         path.write_text(said)
         config, chosen = LayerZeroConfig.from_yaml(path), found.config
