@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--gpus", action="store_true", help="one per worker")
-    parser.add_argument("--zero3-size", type=int, help="ranks over which weights are sharded; default: all workers of a node")
+    parser.add_argument("--zero3-size", type=int, help="ranks in a ZeRO-3 group; default: all workers of a node")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--storage", default="runs/ray", help="a folder that all nodes share")
