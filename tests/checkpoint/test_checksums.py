@@ -98,7 +98,7 @@ def _poor(rank: int, folder: Path) -> None:
         checkpoint.load(folder / "slow", other, its_optimizer)
         assert not different(everything(other, its_optimizer), expected)
         assert checkpoint.latest(folder) == folder / "slow"
-        with pytest.raises(ModuleNotFoundError, match=r"xxhash is not installed. Run: pip install .*\[checkpoint\]"):
+        with pytest.raises(ModuleNotFoundError, match=r"xxhash is not installed. Run: pip install xxhash"):
             checkpoint.load(folder / "fast", other, its_optimizer)
     checkpoint.load(folder / "slow", other, its_optimizer)
     if rank == 1:
