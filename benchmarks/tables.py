@@ -87,14 +87,14 @@ def _header(results: Results) -> str:
     return (
         f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['ranks']} ranks, hybrids with S = "
         f"{settings['node_size']}, micro-batches of {settings['batch_size'] * settings['seq_len']} tokens"
-        + (f", {_in_words(settings['rate'])} link" if "rate" in settings else "")
+        + (f", {_rate_text(settings['rate'])} link" if "rate" in settings else "")
         + f". {machine['processor']}, {machine['cores']} cores, {machine['memory']}, Linux {machine['kernel']}, "
         f"Python {machine['python']}, {packages}. Measured {days}.\n\n"
         "```\n" + "\n".join(dict.fromkeys(results.commands)) + "\n```\n"
     )
 
 
-def _in_words(rate: str) -> str:
+def _rate_text(rate: str) -> str:
     """Return a rate of tc, such as ``"1gbit"``, with a unit."""
     return re.sub(r"(\d+)([gm])bit", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
 

@@ -130,7 +130,7 @@ def loopback(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _noticed_by(args: argparse.Namespace) -> str | None:
-    """Return what shows that the engine does not wait: the results or a device error. None: nothing shows it."""
+    """Return what shows that the engine does not wait, the results or a device error, or None if nothing does."""
     settings = {"offload_grads": args.without_wait == "copies to the host"}
     with without_wait(args.without_wait):
         try:

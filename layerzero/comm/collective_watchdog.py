@@ -279,7 +279,7 @@ class Watchdog:
         return world is not None and dist.group.WORLD is world
 
     def _delete_store_keys(self) -> None:
-        """Delete this rank's keys from the store. The last watchdog that stops also deletes the keys of all ranks."""
+        """Delete this rank's keys from the store. The last watchdog that stops also deletes the shared keys."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):

@@ -146,7 +146,7 @@ def _check_nccl(kind: str) -> list[Finding]:
 
 
 def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str) -> list[Finding]:
-    """Check /dev/shm, and state how much memory the ranks of this node can share.
+    """Check /dev/shm, and state which model fits into the memory of this node.
 
     Args:
         shm: size and free space of /dev/shm in bytes, or None if it does not exist.

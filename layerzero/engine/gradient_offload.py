@@ -106,8 +106,8 @@ class OffloadedStorage(GradientStorage):
         super().__init__(numel, dtype)
         self._slabs = slabs
         self.guard = slabs.lock
-        self._of_unit = slabs.accumulators_of(unit)
-        self._byte_range = self._of_unit.reserve(self, numel * dtype.itemsize)  # byte range in a slab
+        self._unit_accumulators = slabs.accumulators_of(unit)
+        self._byte_range = self._unit_accumulators.reserve(self, numel * dtype.itemsize)  # byte range in a slab
         self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
         self._newer = False  # True if the slab has contents that the host does not have
@@ -120,14 +120,14 @@ class OffloadedStorage(GradientStorage):
     @property
     def blocked(self) -> bool:
         with self.guard:
-            return self._of_unit.slab is None and self._slabs.free_slab() is None
+            return self._unit_accumulators.slab is None and self._slabs.free_slab() is None
 
     def open(self, *, keep: bool) -> Tensor:
         with self.guard:
             device = self._enter_slab(keep=keep)
-            assert self._of_unit.slab is not None
-            self._slabs.wait(self._of_unit.slab)
-            self._of_unit.slab.stream_uses.record_use()
+            assert self._unit_accumulators.slab is not None
+            self._slabs.wait(self._unit_accumulators.slab)
+            self._unit_accumulators.slab.stream_uses.record_use()
             self._newer = True
             return device
 
@@ -142,12 +142,12 @@ class OffloadedStorage(GradientStorage):
 
     def _close(self, *, keep: bool) -> None:
         if keep and self._newer:
-            assert self._device is not None and self._of_unit.slab is not None
+            assert self._device is not None and self._unit_accumulators.slab is not None
             if self._host is None:
                 self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
-            self._stored = self._slabs.copy(self._of_unit.slab, self._host, self._device, to_host=True)
-        elif self._of_unit.slab is not None:
-            self._of_unit.slab.end_uses()
+            self._stored = self._slabs.copy(self._unit_accumulators.slab, self._host, self._device, to_host=True)
+        elif self._unit_accumulators.slab is not None:
+            self._unit_accumulators.slab.end_uses()
         self._newer = False
 
     def leave_slab(self) -> None:
@@ -156,7 +156,7 @@ class OffloadedStorage(GradientStorage):
         self._device = None
 
     def _enter_slab(self, *, keep: bool) -> Tensor:
-        slab = self._slabs.assign_slab(self._of_unit)
+        slab = self._slabs.assign_slab(self._unit_accumulators)
         if self._device is None:
             self._device = slab.memory[self._byte_range].view(self.dtype)
             if keep:

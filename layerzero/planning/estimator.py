@@ -250,7 +250,7 @@ def choice_text(rows: Iterable[Estimate]) -> str:
         left = preferred
     return (
         f"Of the {fast} settings that fit and are within {ALIKE_TEXT} of the highest throughput, the planner prefers "
-        f"{', then '.join(decisive)}."
+        f"{', then '.join(decisive) or 'the fastest'}."
     )
 
 

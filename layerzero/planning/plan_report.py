@@ -72,7 +72,7 @@ class LinkComparison:
     Attributes:
         between: speed of the link in Gbit/s per node.
         rows: row that the planner prefers for each scheme, or None if no row of the scheme fits. The first key is
-            ``"layerzero"``. At the cluster's own link speed, its row is the recommended one.
+            ``"layerzero"``. At the cluster's own link speed, the row of layerzero is the recommended one.
     """
 
     between: float
@@ -180,14 +180,12 @@ class Plan:
                 if between == own_link
                 else self.estimator.with_cluster(replace(self.cluster, between=between))
             )
-            schemes: dict[str, Estimate | None] = {}
-            for scheme in (LAYERZERO, *OTHER_SCHEMES):
-                schemes[scheme] = simplest_fast_row(
+            rows: dict[str, Estimate | None] = {LAYERZERO: self.best}
+            for scheme in OTHER_SCHEMES if between == own_link else (LAYERZERO, *OTHER_SCHEMES):
+                rows[scheme] = simplest_fast_row(
                     estimator.estimate(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
-            if between == own_link:
-                schemes[LAYERZERO] = self.best
-            comparisons.append(LinkComparison(between, schemes))
+            comparisons.append(LinkComparison(between, rows))
         return tuple(comparisons)
 
     def as_dict(self, *, every_row: bool = False) -> dict[str, Any]:

@@ -357,5 +357,5 @@ class _Host:
         self._wait_for(under_way[: max(0, len(under_way) - limit)], index)
 
     def _wait_for(self, reductions: Iterable[_InFlightReduction], index: int) -> None:
-        for running in reductions:
-            self._wait(lambda running=running: running.num_added > index, running.collectives[index].kind)  # type: ignore[misc]
+        for each in reductions:
+            self._wait(lambda each=each: each.num_added > index, each.collectives[index].kind)  # type: ignore[misc]

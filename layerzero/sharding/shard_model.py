@@ -64,8 +64,8 @@ from layerzero.sharding.meta_init import UninitializedTensor, initialization_che
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_hook import guard_optimizers
 from layerzero.sharding.unit_meshes import (
-    Further,
     MeshOf,
+    ModelParallelMeshes,
     agree_model_parallel,
     meshes_of_units,
     model_parallel_axes,
@@ -250,7 +250,7 @@ def shard_model(
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
     plans: list[UnitDefinition] = []
-    further: Further = {}
+    model_parallel_meshes: ModelParallelMeshes = {}
     failure: Exception | None = None
     try:
         config = LayerZeroConfig(
@@ -286,7 +286,7 @@ def shard_model(
             ignored_params=ignored_params,
             ignored_modules=ignored_modules,
         )
-        further = model_parallel_axes(plans)
+        model_parallel_meshes = model_parallel_axes(plans)
         check_meta_init(plans, param_init_fn)
         check_codec(plans, config)
         check_refresh_codec(plans, config, root)
@@ -304,7 +304,7 @@ def shard_model(
 
     groups = ModelGroups()
     try:
-        runtime = _build(model, plans, further, config, groups, param_init_fn)
+        runtime = _build(model, plans, model_parallel_meshes, config, groups, param_init_fn)
         _attach_to_model(runtime, plans)
     except BaseException:
         groups.abandon()
@@ -315,7 +315,7 @@ def shard_model(
 def _build(
     model: nn.Module,
     plans: Sequence[UnitDefinition],
-    further: Further,
+    model_parallel_meshes: ModelParallelMeshes,
     config: LayerZeroConfig,
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
@@ -324,7 +324,9 @@ def _build(
 
     All ranks of the model must call this function with the same plans.
     """
-    model_ranks, sites = meshes_of_units(further, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation)
+    model_ranks, sites = meshes_of_units(
+        model_parallel_meshes, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation
+    )
     mesh_info = model_ranks.mesh_info
     config = _choose_refresh_codec(config, plans, model_ranks)
     if not mesh_info.zero3_reduce_comm.held_group.is_local:

@@ -23,8 +23,8 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
 
 __all__ = [
-    "Further",
     "MeshOf",
+    "ModelParallelMeshes",
     "UnitMesh",
     "agree_model_parallel",
     "meshes_of_units",
@@ -113,10 +113,10 @@ def _data_parallel_ranks(model_parallel: DeviceMesh) -> list[int]:
     return sorted(table.flatten().tolist())
 
 
-Further = dict[DeviceMesh, DeviceMesh | None]
+ModelParallelMeshes = dict[DeviceMesh, DeviceMesh | None]
 
 
-def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
+def model_parallel_axes(plans: Sequence[UnitDefinition]) -> ModelParallelMeshes:
     """Return a dict that maps each mesh of units to the model-parallel mesh of its DTensor parameters, or to None.
 
     The root's mesh is the first key.
@@ -207,7 +207,7 @@ class UnitMesh:
 
 
 def meshes_of_units(
-    further: Further, groups: ModelGroups, *, sums_locally: bool
+    model_parallel_meshes: ModelParallelMeshes, groups: ModelGroups, *, sums_locally: bool
 ) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Return the ranks of a model, and a dict that maps each mesh to its `UnitMesh`. The root's mesh is first.
 
@@ -216,12 +216,12 @@ def meshes_of_units(
     Args:
         sums_locally: see :meth:`MeshInfo.from_mesh`.
     """
-    root, *_ = further
+    root, *_ = model_parallel_meshes
     mesh_info = MeshInfo.from_mesh(root, groups=groups, sums_locally=sums_locally)
-    model_ranks = ModelRanks.connect(mesh_info, further[root])
+    model_ranks = ModelRanks.connect(mesh_info, model_parallel_meshes[root])
     mesh_info = model_ranks.mesh_info
     sites = {}
-    for mesh, axes in further.items():
+    for mesh, axes in model_parallel_meshes.items():
         if mesh != root:
             _require_consistent_meshes(model_ranks, mesh, axes)
         unit_mesh_info = (
@@ -236,11 +236,13 @@ def meshes_of_units(
     return model_ranks, sites
 
 
-def _require_consistent_meshes(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+def _require_consistent_meshes(
+    model_ranks: ModelRanks, mesh: DeviceMesh, model_parallel_mesh: DeviceMesh | None
+) -> None:
     """Raise ValueError on all ranks if the ranks disagree on the mesh of a unit or on its model-parallel mesh."""
     own_entry: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
-    if further is not None:
-        own_entry |= {"beside": ranks_in(further), "place": further.get_coordinate()}
+    if model_parallel_mesh is not None:
+        own_entry |= {"beside": ranks_in(model_parallel_mesh), "place": model_parallel_mesh.get_coordinate()}
     entries = {
         rank: json.loads(text)
         for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(own_entry)), strict=True)

@@ -28,7 +28,7 @@ from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
-from tests.support.loops import launched
+from tests.support.loops import launched_program
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -90,9 +90,7 @@ def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
 def _compare(rank: int, folder: Path, arguments: list[str]) -> tuple[int, str]:
     printed = io.StringIO()
     with ExitStack() as stack:
-        stack.enter_context(launched())
-        for name in ("init_process_group", "destroy_process_group"):  # the ranks have a process group already
-            stack.enter_context(mock.patch.object(dist, name))
+        stack.enter_context(launched_program())
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
         stack.enter_context(redirect_stdout(printed))
         return main(["mine:Net", "--steps", "2", *arguments]), printed.getvalue()

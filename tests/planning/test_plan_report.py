@@ -504,8 +504,8 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     command = [sys.executable, "-W", "error", "-m", "layerzero", "plan", "mine:Net", "--unit", "Layer"]
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
-    options = ["--nodes", "2", "--micro-batches", "2"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    command += ["--nodes", "2", "--micro-batches", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "8.32 k parameters in 3 units" in done.stdout and "units: [Layer]" in done.stdout
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "vocab_size": 128, "n_head": 4, "n_positions": 32}

@@ -517,6 +517,7 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
         f"{', then '.join(text for text, _ in values[:-1])}."
     )
     assert choice_text([simple, worse[2]]).endswith("the planner prefers the fewest codecs.")
+    assert choice_text([simple, simple]).endswith("the planner prefers the fastest."), "rows are sorted by throughput"
     slow = replace(simple, simulated=lambda: StepCost(1.1, {}, {}, 0.0))
     assert choice_text([simple, slow]) == "No other settings that fit are within 3% of its throughput."
     assert choice_text(found.rows) in found.why

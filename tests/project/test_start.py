@@ -15,9 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from tests.support.loops import launched
+from tests.support.loops import launched_program
 from tests.support.pages import ROOT, read_page
 from tests.support.ranks import run_ranks
 
@@ -48,9 +47,7 @@ def _program(rank: int, folder: Path, steps: int) -> str:
     """Run train.py on a rank of the tests, since starting processes takes most of the time; return what it prints."""
     printed = io.StringIO()
     with ExitStack() as stack:
-        stack.enter_context(launched())
-        for name in ("init_process_group", "destroy_process_group"):  # the ranks have a process group already
-            stack.enter_context(mock.patch.object(dist, name))
+        stack.enter_context(launched_program())
         stack.enter_context(mock.patch.object(sys, "argv", ["train.py", "--device", "cpu", "--steps", str(steps)]))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(printed))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Samples", "assert_like", "forget_accelerators", "launched"]
+__all__ = ["Samples", "assert_like", "forget_accelerators", "launched", "launched_program"]
 
 
 def forget_accelerators() -> None:
@@ -37,6 +37,13 @@ def launched(**variables: str) -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", module=r"(accelerate|transformers|lightning|peft|torch|trl|datasets|torchtitan|torchdata)\b"
         )
+        yield
+
+
+@contextmanager
+def launched_program(**variables: str) -> Iterator[None]:
+    """:func:`launched` for a program that creates the process group, which the ranks of the tests have already."""
+    with launched(**variables), patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
         yield
 
 

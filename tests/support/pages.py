@@ -26,14 +26,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import layerzero
-from tests.support.loops import launched
+from tests.support.loops import launched_program
 
 __all__ = ["PAGES", "ROOT", "Page", "Piece", "read_page", "run_page"]
 
@@ -114,9 +113,7 @@ def run_page(rank: int, page: Page) -> int:
     ran = 0
     skip = False
     with ExitStack() as stack:
-        stack.enter_context(launched(TORCHELASTIC_RUN_ID="1"))
-        for name in ("init_process_group", "destroy_process_group"):  # the ranks have a process group already
-            stack.enter_context(mock.patch.object(dist, name))
+        stack.enter_context(launched_program(TORCHELASTIC_RUN_ID="1"))
         stack.callback(os.chdir, Path.cwd())
         os.chdir(str(told[0]))
         for piece in page.pieces:
