@@ -1,6 +1,6 @@
 """Functions for `layerzero verify` with the example GPT. Run this command in the root of the repository:
 
-python -m layerzero verify examples.verify_gpt:make_model --loss examples.verify_gpt:loss --unit Block
+layerzero verify examples.verify_gpt:make_model --loss examples.verify_gpt:loss --unit Block
 """
 
 from __future__ import annotations
