@@ -86,20 +86,20 @@ def unsharded(
     """
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     with ExitStack() as stack:
-        for runtime, members in managed_params_in(module).items():
-            stack.enter_context(_unsharded(runtime, module, members, options))
+        for lz_state, members in managed_params_in(module).items():
+            stack.enter_context(_unsharded(lz_state, module, members, options))
         yield
 
 
 @contextmanager
 def _unsharded(
-    runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
+    lz_state: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
     subject, modules = _format_call(options), set(module.modules())
-    gradients = _require_equal_requests(runtime, module, members, options)
-    keeps = runtime.ranks.is_first or not options.rank0_only
-    buffers = [buffer for buffer in runtime.cast_buffers if keeps and buffer.module() in modules]
+    gradients = _require_equal_requests(lz_state, module, members, options)
+    keeps = lz_state.ranks.is_first or not options.rank0_only
+    buffers = [buffer for buffer in lz_state.cast_buffers if keeps and buffer.module() in modules]
     parameters: dict[ManagedParam, nn.Parameter] = {}
     for member in members:
         parameter = _full_parameter(member, member.master.detach(), options)
@@ -110,24 +110,24 @@ def _unsharded(
         del parameter  # frees its memory before the next parameter is gathered
     if keeps:
         _install_params(parameters)
-    runtime.status.unsharded |= dict.fromkeys(members, keeps)
+    lz_state.status.unsharded |= dict.fromkeys(members, keeps)
     try:
-        with active_view(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
+        with active_view(lz_state.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
             try:
                 yield
             except Exception as error:
                 if options.writeback and options.rank0_only:  # the other ranks wait for a broadcast from this rank
-                    require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
+                    require_equal(subject, {}, ranks=lz_state.ranks.ranks, failure=error)
                 raise
             if options.writeback:
-                parameters = _agree_on_edits(runtime, parameters, options)
+                parameters = _agree_on_edits(lz_state, parameters, options)
     finally:
         for member in members:
-            del runtime.status.unsharded[member]
+            del lz_state.status.unsharded[member]
         if keeps:
             _install_params({member: member.sharded for member in members})
     if options.writeback:
-        _write_back(runtime, members, parameters, options)
+        _write_back(lz_state, members, parameters, options)
 
 
 def _format_call(options: _Options) -> str:
@@ -135,24 +135,24 @@ def _format_call(options: _Options) -> str:
 
 
 def _require_equal_requests(
-    runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
+    lz_state: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters, and return the sharded gradients.
 
     If `with_grads` is False, return an empty dict.
     """
-    runtime.scheduler.recover_interrupted_pass()
-    subject, model_ranks, failure = _format_call(options), runtime.ranks, None
+    lz_state.scheduler.recover_interrupted_pass()
+    subject, model_ranks, failure = _format_call(options), lz_state.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
-        runtime.refreshes.require_no_active_use("layerzero.unsharded")
-        if ParamView.FULL_PRECISION in runtime.status.active_views:
+        lz_state.refreshes.require_no_active_use("layerzero.unsharded")
+        if ParamView.FULL_PRECISION in lz_state.status.active_views:
             raise RuntimeError(
                 "layerzero.unsharded was called inside layerzero.full_precision, which gathers parameters unit by "
                 "unit. Leave that context first"
             )
-        if open_already := [member.name for member in members if member in runtime.status.unsharded]:
+        if open_already := [member.name for member in members if member in lz_state.status.unsharded]:
             raise RuntimeError(
                 f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
                 f"{len(members)}). Leave that context first, or nest contexts for modules that share no parameter"
@@ -162,14 +162,14 @@ def _require_equal_requests(
         if options.offload_to_cpu:
             _refuse_dtensors(subject, members)
         if options.with_grads:
-            gradients = _final_gradients(runtime, subject, members)
+            gradients = _final_gradients(lz_state, subject, members)
             groups = _group_values(
-                runtime, members, lambda member: "present" if member in gradients else "None", " .grad"
+                lz_state, members, lambda member: "present" if member in gradients else "None", " .grad"
             )
     except (RuntimeError, ValueError) as error:
         failure = error
     path = next(
-        (name for name, submodule in runtime.model.named_modules() if submodule is module), type(module).__name__
+        (name for name, submodule in lz_state.model.named_modules() if submodule is module), type(module).__name__
     )
     fields = {"module": path, "parameters": len(members), **options._asdict()}
     require_equal("unsharded", fields, ranks=model_ranks.ranks, groups=groups, failure=failure)
@@ -197,10 +197,10 @@ def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
 
 
 def _final_gradients(
-    runtime: LayerZeroState, subject: str, members: Sequence[ManagedParam]
+    lz_state: LayerZeroState, subject: str, members: Sequence[ManagedParam]
 ) -> dict[ManagedParam, Tensor]:
     """Return the sharded ``.grad`` of the members that have a gradient."""
-    runtime.gradients.apply_user_grads()  # raises if a backward pass has failed
+    lz_state.gradients.apply_user_grads()  # raises if a backward pass has failed
     final = {}
     for member in members:
         gradient = member.sharded.grad
@@ -228,34 +228,34 @@ def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn
 
 
 def _write_back(
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     members: Sequence[ManagedParam],
     parameters: Mapping[ManagedParam, nn.Parameter],
     options: _Options,
 ) -> None:
     """Copy this rank's rows of the full parameters and gradients to the masters and the sharded gradients."""
-    handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
-    runtime.refreshes.before_master_write(handles)
+    handles = [handle for handle in lz_state.handles if not set(members).isdisjoint(handle.members)]
+    lz_state.refreshes.before_master_write(handles)
     for member in members:
         parameter = parameters.get(member)
         full = None if parameter is None else parameter.detach()
-        full = _broadcast_full(runtime, member, full) if options.rank0_only else full
+        full = _broadcast_full(lz_state, member, full) if options.rank0_only else full
         assert full is not None
         _write_rows(member, full)
-    runtime.refreshes.launch(handles)
+    lz_state.refreshes.launch(handles)
     if not options.with_grads:
         return
     have_gradient = [member in parameters and parameters[member].grad is not None for member in members]
     if options.rank0_only:
-        flags = torch.tensor(have_gradient, dtype=torch.uint8, device=runtime.mesh_info.device)
-        runtime.ranks.broadcast(flags)
+        flags = torch.tensor(have_gradient, dtype=torch.uint8, device=lz_state.mesh_info.device)
+        lz_state.ranks.broadcast(flags)
         have_gradient = flags.bool().tolist()
     for member, has_gradient in zip(members, have_gradient, strict=True):
         if not has_gradient:
             member.sharded.grad = None
             continue
         gradient = parameters[member].grad if member in parameters else None
-        full = _broadcast_full(runtime, member, gradient) if options.rank0_only else gradient
+        full = _broadcast_full(lz_state, member, gradient) if options.rank0_only else gradient
         if member.sharded.grad is None:
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
         assert full is not None
@@ -263,12 +263,12 @@ def _write_back(
             member.sharded.grad._local_tensor.copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
 
 
-def _broadcast_full(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
+def _broadcast_full(lz_state: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the first rank's full tensor to all ranks and return it. On the other ranks, `full` is None."""
     received = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         received.copy_(full)
-    runtime.ranks.broadcast(received)
+    lz_state.ranks.broadcast(received)
     return received
 
 
@@ -303,40 +303,40 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         with layerzero.full_precision(model), torch.no_grad():
             loss = evaluate(model)
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     failure: Exception | None = None
     try:
-        _refuse_full_precision(runtime)
+        _refuse_full_precision(lz_state)
     except (RuntimeError, ValueError) as error:
         failure = error
-    require_equal("full_precision", {}, ranks=runtime.ranks.ranks, failure=failure)
-    runtime.scheduler.evaluate_in_full_precision(True)
+    require_equal("full_precision", {}, ranks=lz_state.ranks.ranks, failure=failure)
+    lz_state.scheduler.evaluate_in_full_precision(True)
     try:
         with (
-            active_view(runtime.status.active_views, ParamView.FULL_PRECISION),
-            in_original_dtype(runtime.cast_buffers),
+            active_view(lz_state.status.active_views, ParamView.FULL_PRECISION),
+            in_original_dtype(lz_state.cast_buffers),
         ):
             yield
     finally:
-        runtime.scheduler.evaluate_in_full_precision(False)
+        lz_state.scheduler.evaluate_in_full_precision(False)
 
 
-def _refuse_full_precision(runtime: LayerZeroState) -> None:
+def _refuse_full_precision(lz_state: LayerZeroState) -> None:
     """Raise an error if this rank cannot enter :func:`full_precision`.
 
     Raises:
         RuntimeError: a backward pass is running, or another context is active.
         ValueError: a parameter has an all-gather extension.
     """
-    runtime.refreshes.require_no_active_use("layerzero.full_precision")
-    if active := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
+    lz_state.refreshes.require_no_active_use("layerzero.full_precision")
+    if active := [view.value for view in lz_state.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {active[0]}. Leave that context first")
     if in_backward():
         raise RuntimeError(
             "layerzero.full_precision was called during a backward, which needs the gathered weights. Call it after "
             "the backward"
         )
-    if extended := [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]:
+    if extended := [handle.members[0].name for handle in lz_state.handles if handle.extension_bytes is not None]:
         raise ValueError(
             f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) has an all-gather "
             "extension, which determines the precision of its gathers. Evaluate inside layerzero.unsharded(model), "
@@ -363,24 +363,24 @@ def full_state_dict(
         ValueError: `trainable_only` is set and different parameters are frozen on different ranks, or `model` contains
             sharded models on different ranks.
     """
-    runtimes = get_states(model)
-    runtime = next(iter(runtimes.values()))
-    if len({each.ranks.ranks for each in runtimes.values()}) > 1:
-        ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in runtimes.items())
+    lz_states = get_states(model)
+    lz_state = next(iter(lz_states.values()))
+    if len({each.ranks.ranks for each in lz_states.values()}) > 1:
+        ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in lz_states.items())
         raise ValueError(
             f"full_state_dict: the module contains sharded models on different ranks: {ranks}. Call it for each of "
             "these models"
         )
-    by_parameter = {id(m.sharded): m for each in runtimes.values() for m in each.members.values()}
-    refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
-    keeps = not rank0_only or runtime.ranks.is_first
+    by_parameter = {id(m.sharded): m for each in lz_states.values() for m in each.members.values()}
+    refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), lz_state.ranks.size)
+    keeps = not rank0_only or lz_state.ranks.is_first
     values = model.state_dict(keep_vars=True)
     if trainable_only:
         values = {
             name: value for name, value in values.items() if isinstance(value, nn.Parameter) and value.requires_grad
         }
-        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=runtime.ranks.ranks)
-    dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
+        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=lz_state.ranks.ranks)
+    dtypes = original_dtypes(buffer for each in lz_states.values() for buffer in each.cast_buffers)
     full_tensors: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -430,9 +430,9 @@ def load_full_state_dict(
         ValueError: names are missing or unexpected, or shapes are wrong. The message lists all problems, and the model
             is not changed. The other ranks raise RuntimeError with the same text.
     """
-    runtime = get_state(model)
-    model_ranks = runtime.ranks
-    refuse_rank_local("load_full_state_dict", (member.spec for member in runtime.members.values()), model_ranks.size)
+    lz_state = get_state(model)
+    model_ranks = lz_state.ranks
+    refuse_rank_local("load_full_state_dict", (member.spec for member in lz_state.members.values()), model_ranks.size)
     first = model_ranks.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
@@ -448,8 +448,8 @@ def load_full_state_dict(
     left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_broadcast_names(left_out, model_ranks))
     skipped = set(left_out.missing_keys)
 
-    members = {id(member.sharded): member for member in runtime.members.values()}
-    runtime.refreshes.before_master_write()
+    members = {id(member.sharded): member for member in lz_state.members.values()}
+    lz_state.refreshes.before_master_write()
     with torch.no_grad():
         for names in names_of.values():
             target = targets[names[0]]
@@ -467,7 +467,7 @@ def load_full_state_dict(
                 target.copy_(full)
             else:
                 _write_rows(member, full)
-    runtime.refreshes.launch()
+    lz_state.refreshes.launch()
     return left_out
 
 
@@ -506,7 +506,7 @@ def _gather_master(member: ManagedParam) -> Tensor:
 
 
 def _agree_on_edits(
-    runtime: LayerZeroState, parameters: Mapping[ManagedParam, nn.Parameter], options: _Options
+    lz_state: LayerZeroState, parameters: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
     """Return the parameters that the model has now. The user may have replaced some of `parameters`.
 
@@ -519,13 +519,15 @@ def _agree_on_edits(
     try:
         edited = {member: _current_param(member, parameter) for member, parameter in parameters.items()}
         if not options.rank0_only:
-            groups = _group_values(runtime, edited, lambda member: digest(local_part(edited[member])))
+            groups = _group_values(lz_state, edited, lambda member: digest(local_part(edited[member])))
         if options.with_grads and not options.rank0_only:
-            for group, fields in _group_values(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
+            for group, fields in _group_values(
+                lz_state, edited, lambda m: _digest_of(edited[m].grad), " .grad"
+            ).items():
                 groups[group] |= fields
     except ValueError as error:
         failure = error
-    require_equal(_format_call(options), {}, ranks=runtime.ranks.ranks, failure=failure, groups=groups)
+    require_equal(_format_call(options), {}, ranks=lz_state.ranks.ranks, failure=failure, groups=groups)
     return edited
 
 
@@ -534,13 +536,13 @@ def _digest_of(gradient: Tensor | None) -> str:
 
 
 def _group_values(
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     members: Iterable[ManagedParam],
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
     """Return `value_of` each parameter, grouped by mesh and model-parallel part, as `groups` of `require_equal`."""
-    meshes = list(dict.fromkeys(unit.mesh_info for unit in runtime.units))
+    meshes = list(dict.fromkeys(unit.mesh_info for unit in lz_state.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
         mesh_info, model_parallel = member.spec.mesh_info, member.spec.model_parallel

@@ -77,14 +77,14 @@ def stream_weights(
         for name, tensor in layerzero.stream_weights(model, rank0_only=True):
             engine.load_weight(name, tensor)  # on the first rank; the others only take part
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     _check_bucket(bucket_bytes)
-    return _stream(runtime, bucket_bytes, rank0_only)
+    return _stream(lz_state, bucket_bytes, rank0_only)
 
 
-def _stream(runtime: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Generator[tuple[str, Tensor], None, None]:
-    entries = _begin_stream(runtime, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
-    with closing(_gather_buckets(runtime, _buckets(entries, bucket_bytes), rank0_only=rank0_only)) as buckets:
+def _stream(lz_state: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Generator[tuple[str, Tensor], None, None]:
+    entries = _begin_stream(lz_state, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
+    with closing(_gather_buckets(lz_state, _buckets(entries, bucket_bytes), rank0_only=rank0_only)) as buckets:
         for bucket in buckets:
             for names, tensor in bucket:
                 for name in names:
@@ -152,29 +152,31 @@ class WeightSender:
             TypeError: a parameter or buffer has a tensor class whose values cannot be sent.
             RuntimeError, ValueError: see :func:`stream_weights`.
         """
-        runtime = get_state(self._model)
-        entries = _begin_stream(runtime, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes)
+        lz_state = get_state(self._model)
+        entries = _begin_stream(
+            lz_state, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes
+        )
         versions = {entry.names[0]: entry.handle.weights_version for entry in entries if entry.handle is not None}
-        full, changed = self._agree_on_entries(runtime, entries, versions, full)
+        full, changed = self._agree_on_entries(lz_state, entries, versions, full)
         self._is_complete = False
         self.version += 1
         buckets = _buckets(changed, self._bucket_bytes) or [[]]
         base, count = None if full else self.version - 1, len(buckets)
         names_to_keep = {entry.names[0] for entry in entries if entry.handle is None or entry.handle.trainable}
-        with closing(_gather_buckets(runtime, buckets, rank0_only=True)) as gathered:
+        with closing(_gather_buckets(lz_state, buckets, rank0_only=True)) as gathered:
             for index, bucket in enumerate(gathered):
-                if runtime.ranks.is_first:
+                if lz_state.ranks.is_first:
                     yield self._packet(Version(self._name, self.version, base, index, count), bucket, names_to_keep)
         self._sent_versions, self._is_complete = versions, True
 
     def _agree_on_entries(
-        self, runtime: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
+        self, lz_state: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
     ) -> tuple[bool, list[_Entry]]:
         """Return whether to send all values, and the entries to send. Both results are the same on all ranks."""
         flags = [full or not self._is_complete]
         flags += [self._sent_versions.get(entry.names[0]) != versions.get(entry.names[0], -1) for entry in entries]
-        flags_on_device = torch.tensor(flags, dtype=torch.int32, device=runtime.mesh_info.device)
-        runtime.ranks.reduce(flags_on_device, dist.ReduceOp.MAX)
+        flags_on_device = torch.tensor(flags, dtype=torch.int32, device=lz_state.mesh_info.device)
+        lz_state.ranks.reduce(flags_on_device, dist.ReduceOp.MAX)
         full, *changed = flags_on_device.bool().tolist()
         return full, [entry for entry, has_changed in zip(entries, changed, strict=True) if full or has_changed]
 
@@ -255,7 +257,7 @@ def _refuse_classes(entries: Sequence[_Entry]) -> None:
 
 
 def _begin_stream(
-    runtime: LayerZeroState, subject: str, *, check: Callable[[Sequence[_Entry]], None] | None = None, **fields: object
+    lz_state: LayerZeroState, subject: str, *, check: Callable[[Sequence[_Entry]], None] | None = None, **fields: object
 ) -> list[_Entry]:
     """Prepare a stream on all ranks and return the tensors of the state dict.
 
@@ -264,47 +266,47 @@ def _begin_stream(
     entries: list[_Entry] = []
     failure: Exception | None = None
     try:
-        _refuse_contexts(runtime, f"layerzero.{subject}")
-        entries = _entries_of(runtime)
+        _refuse_contexts(lz_state, f"layerzero.{subject}")
+        entries = _entries_of(lz_state)
         refuse_rank_local(
-            subject, (entry.param.spec for entry in entries if entry.param is not None), runtime.ranks.size
+            subject, (entry.param.spec for entry in entries if entry.param is not None), lz_state.ranks.size
         )
         if check is not None:
             check(entries)
     except (RuntimeError, ValueError, TypeError) as error:
         failure = error
     names = [entry.names for entry in entries]
-    require_equal(subject, {**fields, "tensors": names}, ranks=runtime.ranks.ranks, failure=failure)
+    require_equal(subject, {**fields, "tensors": names}, ranks=lz_state.ranks.ranks, failure=failure)
     with torch.no_grad():
-        runtime.scheduler.prepare_gathers()
-    for handle in runtime.handles:
+        lz_state.scheduler.prepare_gathers()
+    for handle in lz_state.handles:
         handle.weights.finish_refresh(of_peers=True)
     return entries
 
 
-def _refuse_contexts(runtime: LayerZeroState, subject: str) -> None:
+def _refuse_contexts(lz_state: LayerZeroState, subject: str) -> None:
     """Raise RuntimeError during a pass, a weight stream, or a context other than ``EMA.swapped()``.
 
     Also raise if the model is not usable, for example after a failed load. If the previous pass was interrupted,
     recover from it first.
     """
-    runtime.scheduler.refuse_passes(subject)
-    runtime.scheduler.recover_interrupted_pass()
-    runtime.refreshes.require_no_active_use(subject)
-    if active := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
+    lz_state.scheduler.refuse_passes(subject)
+    lz_state.scheduler.recover_interrupted_pass()
+    lz_state.refreshes.require_no_active_use(subject)
+    if active := [view.value for view in lz_state.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"{subject} was called inside {active[0]}. Leave that context first")
-    runtime.status.require_usable()
+    lz_state.status.require_usable()
 
 
-def _entries_of(runtime: LayerZeroState) -> list[_Entry]:
+def _entries_of(lz_state: LayerZeroState) -> list[_Entry]:
     """Return one entry for each tensor of the state dict, in the order of its first names."""
     slots = {
         id(param.sharded): (handle, param, slot)
-        for handle in runtime.handles
+        for handle in lz_state.handles
         for param, slot in zip(handle.members, handle.layout.slots, strict=True)
     }
     values: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, value in runtime.model.state_dict(keep_vars=True).items():
+    for name, value in lz_state.model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             values.setdefault(id(value), (value, []))[1].append(name)
     return [_Entry(tuple(names), value, *slots.get(id(value), ())) for value, names in values.values()]
@@ -324,32 +326,32 @@ def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> list[list[_Entry]]
 
 
 def _gather_buckets(
-    runtime: LayerZeroState, buckets: Sequence[Sequence[_Entry]], *, rank0_only: bool
+    lz_state: LayerZeroState, buckets: Sequence[Sequence[_Entry]], *, rank0_only: bool
 ) -> Generator[list[tuple[tuple[str, ...], Tensor]], None, None]:
     """Yield the names and full tensors of each bucket. The tensors are emptied when the next bucket is requested.
 
     With `rank0_only`, yield empty lists on all ranks except the first one. See [Note: End of a weight stream].
     """
     waiting = iter(buckets)
-    with runtime.scheduler.streaming():
+    with lz_state.scheduler.streaming():
         try:
             for bucket in waiting:
-                gathered = _gather(runtime, bucket, rank0_only=rank0_only)
+                gathered = _gather(lz_state, bucket, rank0_only=rank0_only)
                 yield gathered
                 for _, tensor in gathered:
                     _release_memory(tensor)
         except GeneratorExit:
             for bucket in waiting:
-                _gather(runtime, bucket, rank0_only=rank0_only)
+                _gather(lz_state, bucket, rank0_only=rank0_only)
             raise
 
 
 def _gather(
-    runtime: LayerZeroState, bucket: Sequence[_Entry], *, rank0_only: bool
+    lz_state: LayerZeroState, bucket: Sequence[_Entry], *, rank0_only: bool
 ) -> list[tuple[tuple[str, ...], Tensor]]:
-    runtime.require_open()
-    receives = runtime.ranks.is_first or not rank0_only
-    needed = [entry for entry in bucket if receives or entry.is_needed(runtime.ranks.ranks[0])]
+    lz_state.require_open()
+    receives = lz_state.ranks.is_first or not rank0_only
+    needed = [entry for entry in bucket if receives or entry.is_needed(lz_state.ranks.ranks[0])]
     with torch.inference_mode(False), torch.no_grad():  # the tensors must allow `_release_memory` in every mode
         launched = [(entry, *entry.launch()) for entry in needed]
         tensors = [(entry.names, entry.finish(gathered, pending)) for entry, gathered, pending in launched]

@@ -118,22 +118,22 @@ class Buddies:
         memory: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._runtime = runtime = get_state(model)
+        self._lz_state = lz_state = get_state(model)
         self.folder = Path(memory) / f"layerzero-{os.getuid()}-{name}"
         failure: Exception | None = None
         node = ""
         try:
-            check_usable(runtime, optimizer)
+            check_usable(lz_state, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = json.dumps([create_private_folder(self.folder), newest_number(self.folder)])
         except Exception as error:
             failure = error
-        (group_counts,) = groups_so_far(runtime.ranks.ranks).values()
-        agree_or_raise(_WHAT, runtime, {"name": name, **group_counts}, failure)
+        (group_counts,) = groups_so_far(lz_state.ranks.ranks).values()
+        agree_or_raise(_WHAT, lz_state, {"name": name, **group_counts}, failure)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
-        group = runtime.ranks.new_control_group(self._groups)
+        group = lz_state.ranks.new_control_group(self._groups)
         self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
         node_entries = [json.loads(message) for message in all_gather_text(self._comm, node)]
         self._number = max(number for _, number in node_entries)  # number of the last snapshot that was started
@@ -164,14 +164,14 @@ class Buddies:
                 taken, and existing snapshots are kept.
         """
         self._finish()
-        runtime, failure = self._runtime, None
+        lz_state, failure = self._lz_state, None
         state = CollectedState({}, {}, [], {}, [])
         try:
-            check_usable(runtime, self._optimizer)
-            state = collect(runtime, self._optimizer, extra)
+            check_usable(lz_state, self._optimizer)
+            state = collect(lz_state, self._optimizer, extra)
         except Exception as error:
             failure = error
-        require_equal_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
+        require_equal_state(f"{_WHAT}.snapshot", lz_state, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         message = json.dumps([f"{number:010d}-{new_token()}", self._newest])
         entries = [json.loads(message) for message in all_gather_text(self._comm, message)]
@@ -197,14 +197,14 @@ class Buddies:
             failure = CheckpointError(
                 f"the snapshot could not be stored: {failure}. {self.folder.parent} has {free:,} bytes of free space"
             )
-        agree_or_raise(f"{_WHAT}.snapshot", runtime, {}, failure)
+        agree_or_raise(f"{_WHAT}.snapshot", lz_state, {}, failure)
         assert job is not None
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._is_awaited.clear()
         self._pending = PendingSave(partial(self._exchange_and_publish, job), f"{_WHAT}.snapshot")
         self._hooks = [
-            optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in runtime.optimizers
+            optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in lz_state.optimizers
         ]
 
     def wait(self) -> None:
@@ -264,7 +264,7 @@ class Buddies:
             try:
                 self._swap_files(folder, job.record, None if self._sender is None else records[self._sender])
                 contents = CheckpointContents(
-                    topology_entry(self._runtime), _merged_document(rank_entries), _tensor_table(records, rank_entries)
+                    topology_entry(self._lz_state), _merged_document(rank_entries), _tensor_table(records, rank_entries)
                 )
                 written = contents.write(folder)
                 text = _manifest_text(folder, [*records, written], job.here.token)
@@ -329,7 +329,7 @@ class Buddies:
         remove_views(self.folder, self._comm.size)
         saved = self._last_save_time(newer_than)
 
-        def open_snapshot(runtime: LayerZeroState) -> SnapshotSource:
+        def open_snapshot(lz_state: LayerZeroState) -> SnapshotSource:
             return SnapshotSource(self._comm, view)
 
         for token in complete_snapshots(self._comm, self.folder):

@@ -39,7 +39,7 @@ class CollectedState(NamedTuple):
 
 
 def collect(
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
     *,
@@ -57,10 +57,10 @@ def collect(
         TypeError: a value cannot be saved.
         CheckpointError: `require_finite` is True, and a tensor has non-finite values.
     """
-    if load_error := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
+    if load_error := lz_state.status.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(load_error)
-    rank = runtime.ranks.rank
-    document, encoder = encode_all(runtime, optimizer, extra, rank=rank, rank_local_names=rank_local_names)
+    rank = lz_state.ranks.rank
+    document, encoder = encode_all(lz_state, optimizer, extra, rank=rank, rank_local_names=rank_local_names)
     tensors = {
         key: tensor
         for key, tensor in encoder.tensors.items()
@@ -68,7 +68,7 @@ def collect(
         or isinstance(tensor, DTensor)
         or key.startswith(f"rank{rank}.")
     }
-    nonfinite = not_finite(trained_rows(runtime, encoder.tensors))
+    nonfinite = not_finite(trained_rows(lz_state, encoder.tensors))
     if nonfinite and require_finite:
         raise CheckpointError(
             f"{few_names(nonfinite)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
@@ -78,7 +78,7 @@ def collect(
 
 
 def require_equal_state(
-    subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
+    subject: str, lz_state: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
     """Raise an error on all ranks unless all ranks save the same state.
 
@@ -89,15 +89,15 @@ def require_equal_state(
             as CheckpointError, an error of that class is raised instead.
     """
     try:
-        agree_or_raise(subject, runtime, fields, failure)
+        agree_or_raise(subject, lz_state, fields, failure)
     except ValueError as error:
         if failure is not None or " extra" not in str(error):
             raise
         raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
-def topology_entry(runtime: LayerZeroState) -> dict[str, int]:
+def topology_entry(lz_state: LayerZeroState) -> dict[str, int]:
     """Return the ``topology`` entry of a checkpoint; ``ranks`` is omitted if it equals ``data_parallel``."""
-    mesh_info, model_ranks = runtime.mesh_info, runtime.ranks
+    mesh_info, model_ranks = lz_state.mesh_info, lz_state.ranks
     further = {} if model_ranks.size == mesh_info.data_parallel else {"ranks": model_ranks.size}
     return {"data_parallel": mesh_info.data_parallel, "zero3_size": mesh_info.zero3_size, **further}

@@ -62,7 +62,7 @@ def load_dcp(
         layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
     """
 
-    def open_source(runtime: LayerZeroState) -> Source:
+    def open_source(lz_state: LayerZeroState) -> Source:
         source = FileSystemReader(path)
         metadata = source.read_metadata()
         tree = _read_tree(source, metadata, (model_key, optimizer_key))
@@ -78,7 +78,7 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return _DcpFiles(CheckpointContents({}, document, tensors), names, source, os.fspath(path), runtime)
+        return _DcpFiles(CheckpointContents({}, document, tensors), names, source, os.fspath(path), lz_state)
 
     prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
 
@@ -92,14 +92,14 @@ class _DcpFiles:
         fingerprint: object,
         source: FileSystemReader,
         path: str,
-        runtime: LayerZeroState,
+        lz_state: LayerZeroState,
     ) -> None:
         self.contents = contents
         self.fingerprint = fingerprint
         self.twice = False
         self._source = source
         self._path = path
-        self._model_ranks = runtime.ranks
+        self._model_ranks = lz_state.ranks
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

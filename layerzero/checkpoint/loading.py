@@ -88,7 +88,7 @@ def prepare_load(
     """
     path = Path(path)
 
-    def open_source(runtime: LayerZeroState) -> Source:
+    def open_source(lz_state: LayerZeroState) -> Source:
         return CheckpointFiles(Manifest.read(path))
 
     return prepare_from(
@@ -136,21 +136,21 @@ def prepare_from(
         open_source: function that opens the checkpoint on this rank.
         path: name of the checkpoint in messages.
     """
-    runtime = get_state(model)
-    model_ranks = runtime.ranks
+    lz_state = get_state(model)
+    model_ranks = lz_state.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
     restore: RestorePlan | None = None
     try:
-        finish_pending(runtime)
-        check_usable(runtime, optimizer)
-        if ParamView.EMA in runtime.status.active_views:
+        finish_pending(lz_state)
+        check_usable(lz_state, optimizer)
+        if ParamView.EMA in lz_state.status.active_views:
             raise RuntimeError(
                 "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
                 "the loaded weights. Leave the context first"
             )
-        source = open_source(runtime)
+        source = open_source(lz_state)
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
         rank = model_ranks.rank if ranks == model_ranks.size else None
@@ -161,13 +161,13 @@ def prepare_from(
                 *(path, ranks, model_ranks.size),
             )
         restore = RestorePlan(
-            runtime, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
+            lz_state, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
         )
         if restore.problems and strict:
             raise ValueError(printable(f"{path} does not match the model: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
         failure = error
-    agree_or_raise("checkpoint.load", runtime, fields, failure)
+    agree_or_raise("checkpoint.load", lz_state, fields, failure)
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
@@ -177,15 +177,15 @@ def prepare_from(
         raise
     except Exception as error:
         failure = error
-    agree_or_raise("checkpoint.load", runtime, {}, failure)
-    return PreparedLoad(runtime, optimizer, source, restore, path)
+    agree_or_raise("checkpoint.load", lz_state, {}, failure)
+    return PreparedLoad(lz_state, optimizer, source, restore, path)
 
 
 @dataclass(frozen=True)
 class PreparedLoad:
     """A load that has passed all checks but has not changed the model or the optimizer yet."""
 
-    runtime: LayerZeroState
+    lz_state: LayerZeroState
     optimizer: ShardedOptimizer | None
     source: Source
     restore: RestorePlan
@@ -196,15 +196,15 @@ class PreparedLoad:
 
         All data-parallel ranks must call this method.
         """
-        extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
-        if self.restore.problems and self.runtime.ranks.is_first:
+        extra = _commit(self.lz_state, self.optimizer, self.source, self.restore, self.path)
+        if self.restore.problems and self.lz_state.ranks.is_first:
             summary = printable(self.restore.summary())
             warnings.warn(f"checkpoint.load skipped the entries that do not match: {summary}", stacklevel=3)
         return extra
 
 
 def _commit(
-    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
+    lz_state: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
     """Write the values into the model and the optimizer; return ``extra``.
 
@@ -216,29 +216,29 @@ def _commit(
         extra = restore.prepare()
     except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
-    agree_or_raise("checkpoint.load", runtime, {}, failure)
-    previous_errors = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
+    agree_or_raise("checkpoint.load", lz_state, {}, failure)
+    previous_errors = lz_state.status.load_error, optimizer.load_error if optimizer is not None else None
     message = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
         "checkpoint before you continue"
     )
-    _set_load_errors(runtime, optimizer, message, message)
+    _set_load_errors(lz_state, optimizer, message, message)
     try:
         source.reread()
     except Exception as error:
         failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {message}")
         failure.__cause__ = error
-    agree_or_raise("checkpoint.load", runtime, {}, failure)
+    agree_or_raise("checkpoint.load", lz_state, {}, failure)
     restore.commit()
     _set_load_errors(
-        runtime, optimizer, *(previous_errors if restore.problems else (None, None))
+        lz_state, optimizer, *(previous_errors if restore.problems else (None, None))
     )  # skipped tensors may still be invalid
     return extra
 
 
 def _set_load_errors(
-    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
+    lz_state: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
 ) -> None:
-    runtime.status.load_error = of_model
+    lz_state.status.load_error = of_model
     if optimizer is not None:
         optimizer.load_error = of_optimizer

@@ -82,13 +82,13 @@ class LeaveRequest:
     """
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
-        self._runtime = get_state(model)
+        self._lz_state = get_state(model)
         self._signum = signum
         self._deadline = deadline
         self._exit_code = exit_code
         self._signaled = False  # this rank has received the signal
         self._agreed = False  # all ranks have received the message that a signal has arrived
-        comms = self._runtime.ranks.control_comms
+        comms = self._lz_state.ranks.control_comms
         self._late = LateMaximum(len(comms), 1)
         self._heard: list[PendingSmallGather] = []  # messages of the last call of asked(), one per mesh axis
         self._in_time = threading.Event()
@@ -112,7 +112,7 @@ class LeaveRequest:
         after the signal. If all ranks are in one ZeRO-3 group, or if every ZeRO-3 group has one rank, it is True no
         later than in the second call. See [Note: Delayed agreement].
         """
-        comms = self._runtime.ranks.control_comms
+        comms = self._lz_state.ranks.control_comms
         if not comms:
             self._agreed = self._agreed or self._signaled
         elif not self._agreed:
@@ -133,7 +133,7 @@ class LeaveRequest:
         """
         self._start_deadline()
         self._wait_for_pending()
-        finish_pending(self._runtime)
+        finish_pending(self._lz_state)
         sys.exit(self._exit_code)
 
     def close(self) -> None:

@@ -34,10 +34,10 @@ class RankLostError(CheckpointError):
 
 
 def agree_or_raise(
-    subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
+    subject: str, lz_state: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
     try:
-        require_equal(subject, fields, ranks=runtime.ranks.ranks, failure=failure)
+        require_equal(subject, fields, ranks=lz_state.ranks.ranks, failure=failure)
     except RuntimeError as error:
         for name, kind in _KINDS.items():  # so that all ranks can try another checkpoint or another path
             if failure is None and f"failed with {name}:" in str(error):
@@ -45,18 +45,18 @@ def agree_or_raise(
         raise
 
 
-def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
+def check_usable(lz_state: LayerZeroState, optimizer: object) -> None:
     require_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned"
         )
-    if optimizer is not None and optimizer not in runtime.optimizers:
+    if optimizer is not None and optimizer not in lz_state.optimizers:
         raise ValueError(
             "the optimizer belongs to another model. Pass the optimizer that layerzero.shard_optimizer returned for "
             "this model"
         )
-    if ParamView.UNSHARDED in runtime.status.active_views:
+    if ParamView.UNSHARDED in lz_state.status.active_views:
         raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
 
 

@@ -72,7 +72,7 @@ class RestorePlan:
 
     def __init__(
         self,
-        runtime: LayerZeroState,
+        lz_state: LayerZeroState,
         optimizer: ShardedOptimizer | None,
         contents: CheckpointContents,
         *,
@@ -83,11 +83,11 @@ class RestorePlan:
         self.problems: list[str] = []
         self._differ, self._count = 0, 0  # number of tensors without a match, and total number of tensors
         self.tensors: dict[str, Tensor] = {}
-        self._runtime = runtime
+        self._lz_state = lz_state
         self._optimizer = optimizer
         self._document = contents.document
         self._stored = contents.tensors
-        self._names = StateNames(runtime, rank_local_names)
+        self._names = StateNames(lz_state, rank_local_names)
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._read_targets: list[_ReadTarget] = []
@@ -190,7 +190,7 @@ class RestorePlan:
                 self._tied_pairs.append((first, first_key, f"{part} of {name}", str(key)))
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
+        member = self._names.members.get(names[0]) or self._lz_state.parameters.managed_param(target)
         dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
         keys: dict[str, str] = {}  # by key: first name that has this key
         for name in names:
@@ -290,7 +290,7 @@ class RestorePlan:
             group,
             saved,
             self._stored,
-            device=self._runtime.mesh_info.device,
+            device=self._lz_state.mesh_info.device,
             what=f"parameter group {number} in the optimizer",
         )
         self.problems += check.problems
@@ -370,7 +370,7 @@ class RestorePlan:
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # user code may raise; no tensor has been changed yet
-        self._runtime.refreshes.before_master_write()
+        self._lz_state.refreshes.before_master_write()
         return extra
 
     @torch.no_grad()
@@ -384,7 +384,7 @@ class RestorePlan:
                     read_target.target.master if isinstance(read_target.target, ManagedParam) else read_target.target
                 )
                 target.copy_(self._own_rows(read_target.key, read_target.target))
-        self._runtime.refreshes.launch()
+        self._lz_state.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)
 

@@ -74,48 +74,48 @@ def load_latest(
         found = layerzero.checkpoint.load_latest("runs/1", model, optimizer)
         first_step = found.extra["step"] if found else 0
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     folder = Path(folder).absolute()
     seen: RunFolderScan | None = None
     failure: Exception | None = None
-    if runtime.ranks.rank == 0:
+    if lz_state.ranks.rank == 0:
         try:
             seen = scan(folder)
         except (CheckpointError, OSError) as error:
             failure = error
-    agree_or_raise("checkpoint.load_latest", runtime, {"folder": os.fspath(folder)}, failure)
-    names = _broadcast_texts(runtime, None if seen is None else [manifest.folder.name for manifest in seen.complete])
+    agree_or_raise("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}, failure)
+    names = _broadcast_texts(lz_state, None if seen is None else [manifest.folder.name for manifest in seen.complete])
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
-        extra, reason = _try_load(runtime, path, model, optimizer, strict=strict)
+        extra, reason = _try_load(lz_state, path, model, optimizer, strict=strict)
         if reason is None:
             break
         if reason:
             damaged[path] = reason
     else:
         broken = _broadcast_texts(
-            runtime, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()]
+            lz_state, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()]
         )
         if not broken and not damaged:
             return None
         reasons = "; ".join([*damaged.values(), *broken])
         raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {reasons}")
-    moved = _broadcast_texts(runtime, None if seen is None else _rename_passed_over(seen, damaged, loaded=path))
+    moved = _broadcast_texts(lz_state, None if seen is None else _rename_passed_over(seen, damaged, loaded=path))
     if seen is not None:
         for message in moved:
             _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
 
 
-def _broadcast_texts(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
+def _broadcast_texts(lz_state: LayerZeroState, texts: list[str] | None) -> list[str]:
     """Return the first rank's `texts` on every rank."""
-    first_rank_texts: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
+    first_rank_texts: list[str] = json.loads(lz_state.ranks.all_gather_text(json.dumps(texts))[0])
     return first_rank_texts
 
 
 def _try_load(
-    runtime: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
+    lz_state: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
@@ -135,7 +135,7 @@ def _try_load(
     )
     own_kind = next(kind for error_type, kind in kinds if isinstance(own_error, error_type))
     # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
-    outcomes = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([own_kind, str(own_error)]))]
+    outcomes = [json.loads(text) for text in lz_state.ranks.all_gather_text(json.dumps([own_kind, str(own_error)]))]
     if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
         raise own_error
     if unknown := next((reason for kind, reason in outcomes if kind == "unknown"), ""):

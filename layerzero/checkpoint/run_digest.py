@@ -61,8 +61,8 @@ class Chain:
     """
 
     def __init__(self, model: nn.Module, *optimizers: ShardedOptimizer) -> None:
-        self._runtime = get_state(model)
-        if not all(optimizer in self._runtime.optimizers for optimizer in optimizers):
+        self._lz_state = get_state(model)
+        if not all(optimizer in self._lz_state.optimizers for optimizer in optimizers):
             raise ValueError(
                 "an optimizer belongs to another model, or is not from layerzero.shard_optimizer. Pass optimizers that "
                 "layerzero.shard_optimizer returned for this model"
@@ -130,16 +130,16 @@ class Chain:
     @torch.no_grad()
     def _weights(self) -> dict[str, int]:
         """Return the weighted sum of each model tensor and of each parameter's optimizer state, keyed by name."""
-        runtime = self._runtime
-        mesh_info, members = runtime.mesh_info, runtime.members
-        not_sharded = _not_sharded(runtime)
+        lz_state = self._lz_state
+        mesh_info, members = lz_state.mesh_info, lz_state.members
+        not_sharded = _not_sharded(lz_state)
         names = [*members, *not_sharded]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
         positions = {name: _RowPositions.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
             sums[0, index_of[name]] = positions[name].sum_of(member.master).to(mesh_info.device)
-        for name, tensor in not_sharded.items() if runtime.ranks.is_first else ():
+        for name, tensor in not_sharded.items() if lz_state.ranks.is_first else ():
             sums[0, index_of[name]] = weighted_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
@@ -148,7 +148,7 @@ class Chain:
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, positions[name]) if owned is None else _sum_of_owned(value, owned)
                         sums[1, index_of[name]] += (part * _odd_factor(key)).to(mesh_info.device)
-        runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
+        lz_state.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         model_sums = dict(zip(names, weights, strict=True))
         return model_sums | {
@@ -156,15 +156,15 @@ class Chain:
         }
 
     def _gather_texts(self, text: str) -> list[str]:
-        return self._runtime.ranks.all_gather_text(text)
+        return self._lz_state.ranks.all_gather_text(text)
 
 
-def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
+def _not_sharded(lz_state: LayerZeroState) -> dict[str, Tensor]:
     """Return the tensors that only the first rank saves: persistent buffers and ignored parameters."""
-    sharded = {id(member.sharded) for member in runtime.members.values()}
+    sharded = {id(member.sharded) for member in lz_state.members.values()}
     return {
         name: target
-        for name, target in StateNames(runtime).targets.items()
+        for name, target in StateNames(lz_state).targets.items()
         if isinstance(target, Tensor) and not isinstance(target, DTensor) and id(target) not in sharded
     }
 

@@ -93,9 +93,9 @@ def save(
         extra = {"step": step, "scheduler": scheduler.state_dict()}
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     options = _SaveOptions(keep_last, overwrite, require_finite)
-    _write(_prepare(Path(path), runtime, optimizer, extra, options), runtime.ranks.control_group())
+    _write(_prepare(Path(path), lz_state, optimizer, extra, options), lz_state.ranks.control_group())
 
 
 def save_with_rank_local_names(
@@ -113,9 +113,9 @@ def save_with_rank_local_names(
         rank_local_names: names under which ranks have different parameters. If None, all ranks have the same
             parameters.
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     options = _SaveOptions(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, options, rank_local_names), runtime.ranks.control_group())
+    _write(_prepare(Path(path), lz_state, optimizer, extra, options, rank_local_names), lz_state.ranks.control_group())
 
 
 def save_async(
@@ -147,19 +147,19 @@ def save_async(
         train_on()
         pending.wait()
     """
-    runtime = get_state(model)
-    job = _prepare(Path(path), runtime, optimizer, extra, _SaveOptions(keep_last, overwrite, require_finite))
-    staging = staging_of(runtime)
+    lz_state = get_state(model)
+    job = _prepare(Path(path), lz_state, optimizer, extra, _SaveOptions(keep_last, overwrite, require_finite))
+    staging = staging_of(lz_state)
     failure: Exception | None = None
     tensors: dict[str, Tensor] = {}
     try:
         tensors = staging.copy(job.tensors)
     except Exception as error:  # for instance, pinning the memory failed
         failure = error
-    require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
-    _ensure_group(runtime, staging)
+    require_equal("checkpoint.save_async", {}, ranks=lz_state.ranks.ranks, failure=failure)
+    _ensure_group(lz_state, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
-    staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in runtime.optimizers]
+    staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in lz_state.optimizers]
     return pending
 
 
@@ -238,20 +238,20 @@ class _SaveJob:
 
 def _prepare(
     path: Path,
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
     options: _SaveOptions,
     rank_local_names: RankLocalNames | None = None,
 ) -> _SaveJob:
-    rank = runtime.ranks.rank
+    rank = lz_state.ranks.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(options)}
     failure: Exception | None = None
     state = CollectedState({}, {}, [], {}, [])
     try:
-        finish_pending(runtime)
-        check_usable(runtime, optimizer)
+        finish_pending(lz_state)
+        check_usable(lz_state, optimizer)
         if options.keep_last is not None and (not isinstance(options.keep_last, int) or options.keep_last < 1):
             raise ValueError(f"keep_last must be a positive int or None, got {options.keep_last!r}")
         if path.name.startswith("."):
@@ -264,15 +264,15 @@ def _prepare(
                 raise PathTakenError.at(path)
             refuse_to_replace(path)
         state = collect(
-            runtime, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
+            lz_state, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
         )
     except Exception as error:
         failure = error
-    require_equal_state("checkpoint.save", runtime, fields | state.digests, failure)
+    require_equal_state("checkpoint.save", lz_state, fields | state.digests, failure)
     writer = SafetensorsWriter(
         path,
         rank=rank,
-        topology=topology_entry(runtime),
+        topology=topology_entry(lz_state),
         document=state.document,
         own=state.own,
         sequence=partial(next_sequence, path.parent),
@@ -283,13 +283,13 @@ def _prepare(
     return _SaveJob(path, writer, state.tensors, options.keep_last)
 
 
-def _ensure_group(runtime: LayerZeroState, staging: Staging) -> None:
+def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
     A rank has no such group before its first background save, or after a collective of such a save has failed. The
     ranks first exchange whether they have one.
     """
-    model_ranks = runtime.ranks
+    model_ranks = lz_state.ranks
     group_states = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in group_states:
         require_equal("checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=groups_so_far(model_ranks.ranks))

@@ -88,15 +88,15 @@ def _padded_nbytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
-def staging_of(runtime: LayerZeroState) -> Staging:
+def staging_of(lz_state: LayerZeroState) -> Staging:
     """Return the staging memory of a model. It is created at first use."""
 
-    return runtime.extension(Staging, lambda: Staging(runtime.mesh_info))
+    return lz_state.extension(Staging, lambda: Staging(lz_state.mesh_info))
 
 
-def finish_pending(runtime: LayerZeroState) -> None:
+def finish_pending(lz_state: LayerZeroState) -> None:
     """Wait for the background save of a model, if any.
 
     Emit a warning if the save failed and its error was not raised.
     """
-    staging_of(runtime).finish()
+    staging_of(lz_state).finish()

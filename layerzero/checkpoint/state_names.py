@@ -72,13 +72,13 @@ class StateNames:
         odd: names in the state dict that belong to none of the entries above.
     """
 
-    def __init__(self, runtime: LayerZeroState, rank_local_names: RankLocalNames | None = None) -> None:
+    def __init__(self, lz_state: LayerZeroState, rank_local_names: RankLocalNames | None = None) -> None:
         self.rank_local_names = rank_local_names = rank_local_names or RankLocalNames.nothing()
         self.entries: dict[str, Any] = {}  # values to save, by stored name
         self.targets: dict[str, Tensor | nn.Module] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.odd: list[str] = []
-        model = runtime.model
+        model = lz_state.model
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         # Modules are matched by order, because a wrapper may remove its own name from a state dict.
         owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
@@ -86,7 +86,7 @@ class StateNames:
         extra_names = [name for name in state if name.endswith(_EXTRA)]
         owner_of = dict(zip(extra_names, owners, strict=True)) if len(extra_names) == len(owners) else {}
         first_name: dict[int, str] = {}
-        dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # by id, for tied buffers
+        dtypes, cast = original_dtypes(lz_state.cast_buffers), dict[int, Tensor]()  # by id, for tied buffers
         for name, value in state.items():
             target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
             if target is None:
@@ -100,9 +100,9 @@ class StateNames:
         self._stored: dict[str, str] = {}  # by the name of a parameter in the model
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), rank_local_names.stored(own_name))
-        self.members = {self._stored[member.name]: member for member in runtime.members.values()}
+        self.members = {self._stored[member.name]: member for member in lz_state.members.values()}
         specs = (member.spec for name, member in self.members.items() if not rank_local_names.is_rank_local(name))
-        refuse_rank_local("layerzero.checkpoint", specs, runtime.ranks.size)
+        refuse_rank_local("layerzero.checkpoint", specs, lz_state.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
         """Return the stored name of the parameter to which the sharding of `rows` belongs.
@@ -134,7 +134,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def encode_all(
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
     *,
@@ -146,7 +146,7 @@ def encode_all(
     Raises:
         TypeError: a value cannot be saved; the message names the value.
     """
-    names = StateNames(runtime, rank_local_names)
+    names = StateNames(lz_state, rank_local_names)
     if names.odd:
         raise TypeError(
             f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
@@ -175,9 +175,9 @@ def encode_all(
     return document, encoder
 
 
-def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trained_rows(lz_state: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's rows of the `tensors` that are trained parameters or optimizer state, by key."""
-    frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
+    frozen = {id(member.sharded) for member in lz_state.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())
         for key, tensor in tensors.items()

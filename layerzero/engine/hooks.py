@@ -48,21 +48,21 @@ __all__ = [
     "units_within",
 ]
 
-_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
+_ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 
-def register_hooks(runtime: LayerZeroState) -> None:
+def register_hooks(lz_state: LayerZeroState) -> None:
     """Register the hooks through which the modules and parameters of a model call its state."""
-    _RUNTIMES.add(runtime)
-    runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
-    for unit in runtime.units:
+    _ALL_STATES.add(lz_state)
+    lz_state.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
+    for unit in lz_state.units:
         # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
-            module.register_forward_pre_hook(_PreForwardHook(runtime, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_PostForwardHook(runtime, unit), always_call=True)
+            module.register_forward_pre_hook(_PreForwardHook(lz_state, unit), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_PostForwardHook(lz_state, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
-                hook = _GradientHook(runtime, unit, handle, slot)
+                hook = _GradientHook(lz_state, unit, handle, slot)
                 requires_grad = member.gathered.requires_grad
                 member.gathered.requires_grad_(
                     True
@@ -70,7 +70,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
                 member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
-                    member.gathered.offer_main_grad(_main_grad(runtime, handle, slot))
+                    member.gathered.offer_main_grad(_main_grad(lz_state, handle, slot))
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -145,7 +145,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
         if isinstance(hook, _PreForwardHook):
             if not hook.is_on_root:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
-            return hook.runtime
+            return hook.lz_state
     refuse_closed(model)
     if inside := ", ".join(repr(path) for path in _models_in(model)):
         raise ValueError(
@@ -168,7 +168,7 @@ def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
 def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
     """Return the state of each sharded model in `module`, including `module` itself, keyed by attribute path."""
     return {
-        path: hook.runtime
+        path: hook.lz_state
         for path, each in module.named_modules()
         for hook in each._forward_pre_hooks.values()
         if isinstance(hook, _PreForwardHook) and hook.is_on_root
@@ -189,25 +189,25 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a part of one, got {type(module).__name__}")
     holders = {
-        id(held): runtime
-        for runtime in _RUNTIMES
-        if not runtime.closed
-        for member in runtime.members.values()
+        id(held): lz_state
+        for lz_state in _ALL_STATES
+        if not lz_state.closed
+        for member in lz_state.members.values()
         for held, _ in member.module_refs
     }
     inside = [id(each._parameters) for each in module.modules()]
     members_by_state: dict[LayerZeroState, list[ManagedParam]] = {
         holders[held]: [] for held in inside if held in holders
     }
-    for runtime, members in members_by_state.items():
+    for lz_state, members in members_by_state.items():
         ids = set(inside)
-        members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
+        members += [m for m in lz_state.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
     if not members_by_state:
         refuse_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (
-                not isinstance(hook, _PreForwardHook) or hook.runtime
-            )  # `hook.runtime` raises if the model was collected
+                not isinstance(hook, _PreForwardHook) or hook.lz_state
+            )  # `hook.lz_state` raises if the model was collected
         raise ValueError(
             f"this {type(module).__name__} has no parameter that layerzero.shard_model has sharded. Call shard_model "
             "on the full model first"
@@ -250,8 +250,8 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
             has_own_params |= parameter is not None
             leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
-                if isinstance(hook, _GradientHook) and (runtime := hook.runtime()) is not None:
-                    units_by_state.setdefault(runtime, set()).add(hook.unit)
+                if isinstance(hook, _GradientHook) and (lz_state := hook.lz_state()) is not None:
+                    units_by_state.setdefault(lz_state, set()).add(hook.unit)
         for child in submodule._modules.values():
             is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
             has_inner_units |= is_unit
@@ -261,7 +261,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
             f"all parameters of this {type(module).__name__} are in units inside it, which are gathered one by one. "
             "Pass a unit, or a module inside a unit"
         )
-    return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in units_by_state.items()}
+    return {lz_state: [unit for unit in lz_state.units if unit in units] for lz_state, units in units_by_state.items()}
 
 
 class _GradientHook:
@@ -271,8 +271,8 @@ class _GradientHook:
     free a reference cycle that contains a hook.
     """
 
-    def __init__(self, runtime: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
-        self.runtime, self._unit, self._handle = weakref.ref(runtime), weakref.ref(unit), weakref.ref(handle)
+    def __init__(self, lz_state: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
+        self.lz_state, self._unit, self._handle = weakref.ref(lz_state), weakref.ref(unit), weakref.ref(handle)
         self._slot = slot
 
     @property
@@ -282,18 +282,18 @@ class _GradientHook:
         return unit
 
     def __call__(self, leaf: Tensor) -> None:
-        runtime, handle = self.runtime(), self._handle()
-        if runtime is not None and handle is not None:
-            runtime.require_open()
-            runtime.scheduler.post_accumulate_grad(handle, self._slot, leaf)
+        lz_state, handle = self.lz_state(), self._handle()
+        if lz_state is not None and handle is not None:
+            lz_state.require_open()
+            lz_state.scheduler.post_accumulate_grad(handle, self._slot, leaf)
 
 
-def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
-    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
+def _main_grad(lz_state: LayerZeroState, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
+    weak_state, weak_handle = weakref.ref(lz_state), weakref.ref(handle)
 
     def open_main_grad() -> Tensor | None:
-        runtime, handle = weak_runtime(), weak_handle()
-        return None if runtime is None or handle is None else runtime.scheduler.main_grad(handle, slot)
+        lz_state, handle = weak_state(), weak_handle()
+        return None if lz_state is None or handle is None else lz_state.scheduler.main_grad(handle, slot)
 
     return open_main_grad
 
@@ -304,10 +304,10 @@ class _Hook:
     Copying the hook raises an error, because a copied model would use the storage of the original.
     """
 
-    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
+    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
-        self._weak = weakref.ref(runtime)
-        self._kept = runtime if unit is runtime.units[0] else None  # see [Note: References between model and state]
+        self._weak = weakref.ref(lz_state)
+        self._kept = lz_state if unit is lz_state.units[0] else None  # see [Note: References between model and state]
 
     @property
     def is_on_root(self) -> bool:
@@ -315,14 +315,14 @@ class _Hook:
         return self._kept is not None
 
     @property
-    def runtime(self) -> LayerZeroState:
-        runtime = self._weak()
-        if runtime is None:
+    def lz_state(self) -> LayerZeroState:
+        lz_state = self._weak()
+        if lz_state is None:
             raise RuntimeError(
                 f"unit {self.unit.name!r} is a part of a sharded model that was garbage collected. Keep a reference to "
                 "the sharded model while its parts are in use"
             )
-        return runtime
+        return lz_state
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -345,23 +345,23 @@ class _Hook:
 
 
 class _PreForwardHook(_Hook):
-    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
-        super().__init__(runtime, unit)
+    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
+        super().__init__(lz_state, unit)
         self._run = torch.compiler.disable(Scheduler.pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = self._run(self.runtime.scheduler, self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
         return changed
 
 
 class _PostForwardHook(_Hook):
-    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
-        super().__init__(runtime, unit)
+    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
+        super().__init__(lz_state, unit)
         self._run = torch.compiler.disable(Scheduler.post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if (runtime := self._weak()) is None or runtime.closed:  # the pre-hook has raised
+        if (lz_state := self._weak()) is None or lz_state.closed:  # the pre-hook has raised
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
-        return self._run(runtime.scheduler, self.unit, output)
+        return self._run(lz_state.scheduler, self.unit, output)

@@ -123,9 +123,9 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
     weight: nn.Parameter | None = language.shared_embedding_or_output_weight()
     if weight is None:
         return None
-    runtime = get_state(chunk)
-    member = runtime.parameters.managed_param(weight)
-    holder = next((handle for handle in runtime.handles if member in handle.members), None)
+    lz_state = get_state(chunk)
+    member = lz_state.parameters.managed_param(weight)
+    holder = next((handle for handle in lz_state.handles if member in handle.members), None)
     if member is None or holder is None or len(holder.members) > 1:
         raise ValueError(
             "the word embedding that the first and the last pipeline stage share must be the only parameter of its "

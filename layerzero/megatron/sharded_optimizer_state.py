@@ -59,9 +59,9 @@ class ChunkOptimizer(NamedTuple):
 
     def members(self, group: Mapping[str, Any]) -> Iterator[ManagedParam]:
         """Yield the managed parameters in one of the optimizer's parameter groups."""
-        runtime = get_state(self.chunk)
+        lz_state = get_state(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
-            member = runtime.parameters.managed_param(parameter)
+            member = lz_state.parameters.managed_param(parameter)
             if member is None:
                 raise NotImplementedError(
                     f"the optimizer steps {name!r}, which is not sharded. Use layerzero.megatron.save and load"

@@ -52,14 +52,14 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    runtimes = get_states(model)
-    if "" not in runtimes:
-        _refuse_unsharded_gradients(model, runtimes)
-    for runtime in runtimes.values():
-        runtime.scheduler.complete_gradients()
+    lz_states = get_states(model)
+    if "" not in lz_states:
+        _refuse_unsharded_gradients(model, lz_states)
+    for lz_state in lz_states.values():
+        lz_state.scheduler.complete_gradients()
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    sent, *other_sums = [_reduce_norm(runtime, norm_type, op) for runtime in runtimes.values()]
+    sent, *other_sums = [_reduce_norm(lz_state, norm_type, op) for lz_state in lz_states.values()]
     for other_sum in other_sums:
         sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
     for group in extra_groups:
@@ -71,27 +71,27 @@ def clip_grad_norm_(
             "be clipped. Skip this step, or pass error_if_nonfinite=False"
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for runtime in runtimes.values():
-        gradients = _gradients(runtime)
+    for lz_state in lz_states.values():
+        gradients = _gradients(lz_state)
         if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
             record_writes(gradients)
             torch._foreach_mul_(shards, coefficient.to(shards[0].device))
-        runtime.gradients.scale_residuals(coefficient)
+        lz_state.gradients.scale_residuals(coefficient)
     return total
 
 
-def _gradients(runtime: LayerZeroState) -> list[Tensor]:
-    return [m.sharded.grad for m in runtime.members.values() if m.sharded.grad is not None]
+def _gradients(lz_state: LayerZeroState) -> list[Tensor]:
+    return [m.sharded.grad for m in lz_state.members.values() if m.sharded.grad is not None]
 
 
-def _reduce_norm(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Return the sum of p-th powers, or the largest absolute value, of one model's gradients on all of its ranks.
 
     Returns:
         0-dim fp32 tensor. For the infinity norm, the bits of the fp32 value, as a 0-dim int32 tensor.
     """
     gradients = [
-        (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
+        (m.spec.model_parallel, plain(m.sharded.grad)) for m in lz_state.members.values() if m.sharded.grad is not None
     ]
     # Count copies on model-parallel axes once.
     counted = [
@@ -100,7 +100,7 @@ def _reduce_norm(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.Re
         if shard.numel() and (model_parallel is None or model_parallel.is_primary_copy)
     ]
     # With offload_optimizer, shards are in host memory, but communicators need tensors on the device.
-    device = runtime.mesh_info.device
+    device = lz_state.mesh_info.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
@@ -108,20 +108,20 @@ def _reduce_norm(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.Re
     # A backend's MAX may drop a NaN. The bits of non-negative floats, read as integers, have the same order as the
     # floats, and NaN is last.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
-    runtime.ranks.reduce(sent, op)
+    lz_state.ranks.reduce(sent, op)
     return sent
 
 
-def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZeroState]) -> None:
+def _refuse_unsharded_gradients(model: nn.Module, lz_states: Mapping[str, LayerZeroState]) -> None:
     """Raise ValueError if a parameter in `model`, but outside its sharded submodules, has a gradient.
 
     layerzero does not average the gradients of such parameters.
     """
-    sharded_ids = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
+    sharded_ids = {id(parameter) for lz_state in lz_states.values() for parameter in lz_state.model.parameters()}
     outside_names = [name for name, p in model.named_parameters() if id(p) not in sharded_ids and p.grad is not None]
     if outside_names:
         raise ValueError(
             f"clip_grad_norm_: parameter {outside_names[0]!r} ({len(outside_names)} like it) has a gradient but is not "
-            f"in the sharded models {', '.join(map(repr, runtimes))}, so its gradient is not averaged over the ranks. "
+            f"in the sharded models {', '.join(map(repr, lz_states))}, so its gradient is not averaged over the ranks. "
             "Shard this parameter, or call clip_grad_norm_ for each sharded model"
         )

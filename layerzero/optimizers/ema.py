@@ -65,7 +65,7 @@ class EMA:
             raise ValueError(f"decay={decay} is not in the range [0, 1]. Use a value such as 0.999")
         self.decay = decay
         self.n_averaged = torch.zeros((), dtype=torch.int64)
-        self._runtime = get_state(model)
+        self._lz_state = get_state(model)
         self._handles: list[Handle] = []
         self._layouts: list[FlatLayout] = []  # by handle: layout of the handle when it was added
         self._averages: list[Tensor] = []  # by handle: 1-D [L], master dtype
@@ -84,7 +84,7 @@ class EMA:
                 "shard_optimizer moved rows to the owners of full parameters after this EMA was created, so its "
                 "averages no longer match the masters. Create the EMA after shard_optimizer"
             )
-        for handle in self._runtime.handles:
+        for handle in self._lz_state.handles:
             if handle.trainable and handle not in self._handles:
                 average = handle.weights.master.clone()
                 self._handles.append(handle)
@@ -100,7 +100,7 @@ class EMA:
         Raises:
             RuntimeError: the method is called inside :meth:`swapped`.
         """
-        if ParamView.EMA in self._runtime.status.active_views:
+        if ParamView.EMA in self._lz_state.status.active_views:
             raise RuntimeError(
                 "update() was called inside swapped(), where the masters are the averages. Call it outside of the "
                 "context"
@@ -134,20 +134,20 @@ class EMA:
                 torch.save(layerzero.full_state_dict(model), "averaged.pt")
         """
         self._add_missing_averages()
-        runtime = self._runtime
-        if ParamView.UNSHARDED in runtime.status.active_views:
+        lz_state = self._lz_state
+        if ParamView.UNSHARDED in lz_state.status.active_views:
             raise RuntimeError(
                 "swapped() was called inside layerzero.unsharded, where the model has full parameters. Call it outside "
                 "of that context"
             )
-        if ParamView.EMA in runtime.status.active_views:
+        if ParamView.EMA in lz_state.status.active_views:
             raise RuntimeError(
                 "swapped() was called inside swapped(), where the model already has the averages. Leave the other "
                 "context first"
             )
         masters = [handle.weights.master.clone() for handle in self._handles]
         try:
-            with active_view(runtime.status.active_views, ParamView.EMA):
+            with active_view(lz_state.status.active_views, ParamView.EMA):
                 self._write_masters(self._averages)
                 yield
         finally:
@@ -155,10 +155,10 @@ class EMA:
 
     @torch.no_grad()
     def _write_masters(self, values: list[Tensor]) -> None:
-        self._runtime.refreshes.before_master_write(self._handles)
+        self._lz_state.refreshes.before_master_write(self._handles)
         for handle, value in zip(self._handles, values, strict=True):
             handle.weights.master.copy_(value)
-        self._runtime.refreshes.launch(self._handles)
+        self._lz_state.refreshes.launch(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by parameter name.
@@ -170,7 +170,7 @@ class EMA:
             different sharding.
         """
         self._add_missing_averages()
-        held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks
+        held = [(name, *self._rows[name]) for name in self._lz_state.members if name in self._rows]  # same on all ranks
         averages = {name: sharded(rows, member.spec, MutationTracker()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 

@@ -172,22 +172,22 @@ def outer(
         raise TypeError(
             "layerzero.outer requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
         )
-    runtime = get_state(model)
-    gc.collect()  # `runtime.optimizers` may have optimizers that nothing else refers to
-    if len(optimizers) != len(runtime.optimizers) or not all(each in runtime.optimizers for each in optimizers):
+    lz_state = get_state(model)
+    gc.collect()  # `lz_state.optimizers` may have optimizers that nothing else refers to
+    if len(optimizers) != len(lz_state.optimizers) or not all(each in lz_state.optimizers for each in optimizers):
         raise ValueError(
-            f"layerzero.outer got {len(optimizers)} optimizers, but the model has {len(runtime.optimizers)}. Pass all "
+            f"layerzero.outer got {len(optimizers)} optimizers, but the model has {len(lz_state.optimizers)}. Pass all "
             "optimizers that shard_optimizer has returned for this model"
         )
-    if any(kind in runtime.kept_bytes for kind in _MEMORY_KINDS):
+    if any(kind in lz_state.kept_bytes for kind in _MEMORY_KINDS):
         raise ValueError("layerzero.outer was already called for this model. Call close() of its result first")
     settings = OuterSettings(every, warmup, fragments, delay, lr, momentum, codec)
-    comm = _agree_and_connect(runtime, sites, settings)
-    return OuterSteps(runtime, optimizers, comm, settings)
+    comm = _agree_and_connect(lz_state, sites, settings)
+    return OuterSteps(lz_state, optimizers, comm, settings)
 
 
 def _agree_and_connect(
-    runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings
+    lz_state: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings
 ) -> Communicator:
     """Check that all ranks of all sites agree on settings and model, and create the communicator between sites."""
     numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
@@ -196,17 +196,17 @@ def _agree_and_connect(
     site_peers: list[int] = []
     try:
         user_group = _group_of(sites)
-        _require_sites(runtime, dist.get_process_group_ranks(user_group))
+        _require_sites(lz_state, dist.get_process_group_ranks(user_group))
         site_peers = dist.get_process_group_ranks(user_group)
-        settings.check(units=sum(handle.trainable for handle in runtime.handles))
+        settings.check(units=sum(handle.trainable for handle in lz_state.handles))
     except (TypeError, ValueError) as error:
         failure = error
     if site_peers:
-        position = runtime.ranks.ranks.index(dist.get_rank())
+        position = lz_state.ranks.ranks.index(dist.get_rank())
         try:
             require_equal(
                 "layerzero.outer, between sites",
-                {**fields, "position of the rank in its site": position, "units": _describe_own_part(runtime)},
+                {**fields, "position of the rank in its site": position, "units": _describe_own_part(lz_state)},
                 ranks=site_peers,
                 groups=groups_so_far(site_peers),
                 failure=failure,
@@ -214,20 +214,20 @@ def _agree_and_connect(
             )
         except (TypeError, ValueError, RuntimeError) as error:
             failure = error
-    require_equal("layerzero.outer", fields, ranks=runtime.ranks.ranks, failure=failure)
-    kind = runtime.mesh_info.mesh.device_type
-    group = runtime.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
-    comm = Communicator.over("sites", "site", group, runtime.mesh_info.counters, kind)
-    connect(comm, runtime.mesh_info.device)
+    require_equal("layerzero.outer", fields, ranks=lz_state.ranks.ranks, failure=failure)
+    kind = lz_state.mesh_info.mesh.device_type
+    group = lz_state.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
+    comm = Communicator.over("sites", "site", group, lz_state.mesh_info.counters, kind)
+    connect(comm, lz_state.mesh_info.device)
     return comm
 
 
-def _describe_own_part(runtime: LayerZeroState) -> list[object]:
+def _describe_own_part(lz_state: LayerZeroState) -> list[object]:
     """Describe this rank's part of the model. Ranks at the same position in each site must have equal descriptions."""
     return [
         [handle.name, handle.mesh_info.shard_index, handle.trainable, str(handle.weights.master.dtype)]
         + [[member.name, list(member.spec.true_shape), list(member.spec.bounds)] for member in handle.members]
-        for handle in runtime.handles
+        for handle in lz_state.handles
     ]
 
 
@@ -247,11 +247,11 @@ def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     return sites
 
 
-def _require_sites(runtime: LayerZeroState, site_peers: Sequence[int]) -> None:
-    common = sorted(set(site_peers) & set(runtime.ranks.ranks))
+def _require_sites(lz_state: LayerZeroState, site_peers: Sequence[int]) -> None:
+    common = sorted(set(site_peers) & set(lz_state.ranks.ranks))
     if common != [dist.get_rank()]:
         raise ValueError(
-            f"sites={list(site_peers)} must contain one rank of this rank's site {list(runtime.ranks.ranks)}, rank "
+            f"sites={list(site_peers)} must contain one rank of this rank's site {list(lz_state.ranks.ranks)}, rank "
             f"{dist.get_rank()}, but contains {common}. Pass one rank of each site, at the same position in each"
         )
 
@@ -315,19 +315,19 @@ class OuterSteps:
 
     def __init__(
         self,
-        runtime: LayerZeroState,
+        lz_state: LayerZeroState,
         optimizers: Sequence[ShardedOptimizer],
         comm: Communicator,
         settings: OuterSettings,
     ) -> None:
         self.steps = 0
         self.settings = settings
-        self._runtime = runtime
+        self._lz_state = lz_state
         self._comm = comm
         self._averaged_backwards = -1  # number of backward passes before the last average of gradients
         self._has_begun = False  # True after the first optimizer step, or after a state was loaded
         self._broadcast_first_site()
-        self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
+        self._handles = tuple(handle for handle in lz_state.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
         self._fragment_handles = _divide_handles(self._handles, settings.fragments)
         self._start_positions = start_positions(settings.every, settings.fragments)
@@ -336,8 +336,8 @@ class OuterSteps:
         self._optimizers = tuple(optimizers)
         for optimizer in optimizers:
             optimizer.before_update = self._before_update
-        runtime.kept_bytes[_MEMORY_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
-        runtime.on_close.append(self.close)
+        lz_state.kept_bytes[_MEMORY_KINDS[lz_state.config.offload_optimizer]] = lambda: self.nbytes
+        lz_state.on_close.append(self.close)
         if not settings.warmup:
             self._set_anchors()
 
@@ -364,9 +364,9 @@ class OuterSteps:
             optimizer.before_update = None
         self._fragments.clear()
         for kind in _MEMORY_KINDS:
-            self._runtime.kept_bytes.pop(kind, None)
-        if self.close in self._runtime.on_close:  # not while the model itself is closed
-            self._runtime.on_close.remove(self.close)
+            self._lz_state.kept_bytes.pop(kind, None)
+        if self.close in self._lz_state.on_close:  # not while the model itself is closed
+            self._lz_state.on_close.remove(self.close)
 
     @torch.no_grad()
     def _before_update(self) -> None:
@@ -390,12 +390,12 @@ class OuterSteps:
         if not (self._is_open and self.in_warmup):
             return
         self._require_usable()
-        self._runtime.scheduler.complete_gradients()
-        if self._averaged_backwards == self._runtime.gradients.backwards:
+        self._lz_state.scheduler.complete_gradients()
+        if self._averaged_backwards == self._lz_state.gradients.backwards:
             return
-        self._averaged_backwards = self._runtime.gradients.backwards
+        self._averaged_backwards = self._lz_state.gradients.backwards
         members = [member for handle in self._handles for member in handle.members]
-        device = self._runtime.mesh_info.device
+        device = self._lz_state.mesh_info.device
         flags = [member.sharded.grad is not None for member in members]
         numbers = torch.tensor([self.steps, -self.steps, *flags], dtype=torch.int32, device=device)
         all_reduce(self._comm, Collective.SITE_GRADIENTS, numbers, dist.ReduceOp.MAX).wait()
@@ -410,7 +410,7 @@ class OuterSteps:
         if absent := [member for member in used if member.sharded.grad is None]:  # only other sites have used them
             for member in absent:
                 member.sharded.grad = torch.zeros_like(member.sharded)
-            self._runtime.scheduler.complete_gradients()
+            self._lz_state.scheduler.complete_gradients()
         if not used:
             return
         gradients = [member.sharded.grad for member in used]
@@ -423,7 +423,7 @@ class OuterSteps:
 
     def _require_usable(self) -> None:
         """Raise RuntimeError if a view is active, a load has failed, or layouts or trainable handles have changed."""
-        status = self._runtime.status
+        status = self._lz_state.status
         if status.active_views:
             raise RuntimeError(
                 f"layerzero.outer was used inside {status.active_views[-1].value}, where the parameters are not those "
@@ -437,7 +437,7 @@ class OuterSteps:
                 "layerzero.outer after the last shard_optimizer"
             )
         if added := [
-            handle.name for handle in self._runtime.handles if handle.trainable and handle not in self._handles
+            handle.name for handle in self._lz_state.handles if handle.trainable and handle not in self._handles
         ]:
             raise RuntimeError(
                 f"parameters of {', '.join(added)} were unfrozen after layerzero.outer was called, so the sites would "
@@ -446,16 +446,16 @@ class OuterSteps:
 
     def _broadcast_first_site(self) -> None:
         """Copy the weights of the first site to the other sites."""
-        self._runtime.refreshes.before_master_write()
+        self._lz_state.refreshes.before_master_write()
         with torch.no_grad():
-            for handle in self._runtime.handles:
-                master, device = handle.weights.master, self._runtime.mesh_info.device
+            for handle in self._lz_state.handles:
+                master, device = handle.weights.master, self._lz_state.mesh_info.device
                 on_device = master.detach().to(device)
                 if on_device.numel():
                     broadcast(self._comm, Collective.BROADCAST, on_device)
                 if on_device.data_ptr() != master.data_ptr():
                     master.copy_(on_device)
-        self._runtime.refreshes.launch()
+        self._lz_state.refreshes.launch()
 
     # Outer steps
 
@@ -495,11 +495,11 @@ class OuterSteps:
     def _set_anchors(self) -> None:
         """Use the current weights as anchors. Raise RuntimeError if they differ between sites."""
         self._fragments = [self._new_fragment(*each) for each in enumerate(self._fragment_handles)]
-        own = torch.stack([sum64(fragment.anchor) for fragment in self._fragments]).to(self._runtime.mesh_info.device)
+        own = torch.stack([sum64(fragment.anchor) for fragment in self._fragments]).to(self._lz_state.mesh_info.device)
         gathered = own.new_empty(self._comm.size, len(own))
         all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
         differs = (gathered != own).any().to(torch.int32)
-        self._runtime.ranks.reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
+        self._lz_state.ranks.reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
         if differs.item():
             raise RuntimeError(
                 f"layerzero.outer: after {self.steps} synchronous steps, the weights on the ranks "
@@ -521,7 +521,7 @@ class OuterSteps:
         header = message[:_HEADER_BYTES].view(torch.int64)
         header[0], header[1], header[2] = self.steps, fragment.index, sum64(fragment.anchor)
         self._encode(fragment, message[_HEADER_BYTES : _HEADER_BYTES + payload_bytes])
-        messages = torch.empty(self._comm.size, width, dtype=torch.uint8, device=self._runtime.mesh_info.device)
+        messages = torch.empty(self._comm.size, width, dtype=torch.uint8, device=self._lz_state.mesh_info.device)
         messages[self._comm.rank].copy_(message)
         name = f"fragment {fragment.index}"
         works = all_gather(self._comm, Collective.SITE_DELTAS, messages.view(-1), messages[self._comm.rank], name=name)
@@ -571,8 +571,8 @@ class OuterSteps:
     def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
         """Raise RuntimeError on all ranks of the site if messages differ in their step, fragment or anchor checksum."""
         differs = (headers != headers[self._comm.rank]).any()
-        on_any_rank = differs.to(self._runtime.mesh_info.device, torch.int32)
-        self._runtime.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
+        on_any_rank = differs.to(self._lz_state.mesh_info.device, torch.int32)
+        self._lz_state.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
         if not on_any_rank.item():
             return
         if not differs:
@@ -601,14 +601,14 @@ class OuterSteps:
             fragment.velocity.mul_(self.settings.momentum).add_(deltas.mean)
             update = deltas.mean + self.settings.momentum * fragment.velocity
         fragment.anchor.sub_(update, alpha=self.settings.lr)
-        self._runtime.refreshes.before_master_write(fragment.handles, outside_step=False)
+        self._lz_state.refreshes.before_master_write(fragment.handles, outside_step=False)
         for (handle, start_part), (_, anchor) in zip(
             fragment.parts(start), fragment.parts(fragment.anchor), strict=True
         ):
             master = handle.weights.master
             master.copy_(anchor + (master - start_part))
         # Errors of encoded gradients and differences to the previous weights remain valid.
-        self._runtime.refreshes.launch(fragment.handles, outside_step=False)
+        self._lz_state.refreshes.launch(fragment.handles, outside_step=False)
 
     # State
 

@@ -54,9 +54,9 @@ class ModelOwners:
         """Do nothing, because owners have no background work."""
 
 
-def owners_of(runtime: LayerZeroState) -> ModelOwners:
+def owners_of(lz_state: LayerZeroState) -> ModelOwners:
     """Return the owners of a model's parameters."""
-    return runtime.extension(ModelOwners, ModelOwners)
+    return lz_state.extension(ModelOwners, ModelOwners)
 
 
 class OwnerTable:
@@ -72,10 +72,10 @@ class OwnerTable:
         owned: owned parameters, keyed by the id of the sharded parameter.
     """
 
-    def __init__(self, runtime: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
+    def __init__(self, lz_state: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
         self.owned: dict[int, OwnedParam] = {}
-        self._runtime = runtime
-        self._model_owners = owners_of(runtime)
+        self._lz_state = lz_state
+        self._model_owners = owners_of(lz_state)
         self._inner = inner
         self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
@@ -83,7 +83,9 @@ class OwnerTable:
             p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
         ]
         self._examined: set[str] = set()  # names of the parameters for which this optimizer has requested owners
-        self._assign_owners([member for p in candidates if (member := runtime.parameters.managed_param(p)) is not None])
+        self._assign_owners(
+            [member for p in candidates if (member := lz_state.parameters.managed_param(p)) is not None]
+        )
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
@@ -105,7 +107,7 @@ class OwnerTable:
 
     def _assign_owners(self, members: Sequence[ManagedParam]) -> None:
         if members:
-            _reassign_owners(self._runtime, members, self._inner)
+            _reassign_owners(self._lz_state, members, self._inner)
         self._examined |= {member.name for member in members}
 
     def update_owners(self) -> None:
@@ -123,15 +125,15 @@ class OwnerTable:
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
-        self._runtime.pools.scratch.add_expected(round_buffer_counts(self.owned.values()))
+        self._lz_state.pools.scratch.add_expected(round_buffer_counts(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""
         if not self.owned:
             take_step()
             return
-        runtime = self._runtime
-        step_with_owners(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
+        lz_state = self._lz_state
+        step_with_owners(self._inner, list(self.owned.values()), lz_state.ranks, lz_state.pools.scratch, take_step)
 
     def gather_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.
@@ -140,7 +142,7 @@ class OwnerTable:
         """
         if not self.owned:
             return dict(state)
-        return gather_owner_state(state, list(self.owned.values()), self._runtime.ranks)
+        return gather_owner_state(state, list(self.owned.values()), self._lz_state.ranks)
 
     def refuse_numbered_state(self) -> None:
         """Raise NotImplementedError if the optimizer has owned parameters."""
@@ -162,7 +164,7 @@ class OwnerTable:
 
 
 @torch.no_grad()
-def _reassign_owners(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
+def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
     """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this function.
 
     A parameter may already have an owner because another optimizer, which updates the matrices of a stack separately,
@@ -175,7 +177,7 @@ def _reassign_owners(runtime: LayerZeroState, members: Sequence[ManagedParam], o
         RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
         ValueError: ranks have different parameters or different axes to join, or model-parallel parts cannot be joined.
     """
-    table = owners_of(runtime)
+    table = owners_of(lz_state)
     names = {*table.owners, *(member.name for member in members)}
     to_ask = [member for member in members if _may_be_a_part(member, table.owners.get(member.name))]
     if names == set(table.owners) and not to_ask:
@@ -187,23 +189,23 @@ def _reassign_owners(runtime: LayerZeroState, members: Sequence[ManagedParam], o
     new_owner_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
-        before = _join_axes(runtime)
-        join_axes = before | _requested_join_axes(to_ask, optimizer, runtime.mesh_info.device)
+        before = _join_axes(lz_state)
+        join_axes = before | _requested_join_axes(to_ask, optimizer, lz_state.mesh_info.device)
         changes = names != set(table.owners) or join_axes != before
         if changes:
-            plan, owners = _plan_layouts(runtime, names, join_axes)
-            moved_handles = [handle for handle in runtime.handles if handle.layout != plan[handle]]
-            runtime.scheduler.recover_interrupted_pass()
-            runtime.gradients.apply_user_grads()
-            _require_movable(runtime, moved_handles or runtime.handles, {n for n in names if n in table.owners})
-        new_owner_groups = _new_owner_groups(runtime, owners)
+            plan, owners = _plan_layouts(lz_state, names, join_axes)
+            moved_handles = [handle for handle in lz_state.handles if handle.layout != plan[handle]]
+            lz_state.scheduler.recover_interrupted_pass()
+            lz_state.gradients.apply_user_grads()
+            _require_movable(lz_state, moved_handles or lz_state.handles, {n for n in names if n in table.owners})
+        new_owner_groups = _new_owner_groups(lz_state, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
     described_axes = sorted((name, joined.axis, joined.size) for name, joined in join_axes.items())
     require_equal(
         "parameters that an optimizer needs in full",
         {"names": sorted(names), "joined along model-parallel axes": described_axes},
-        ranks=runtime.ranks.ranks,
+        ranks=lz_state.ranks.ranks,
         groups=groups_so_far(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
         failure=failure,
     )
@@ -214,28 +216,28 @@ def _reassign_owners(runtime: LayerZeroState, members: Sequence[ManagedParam], o
         for (mesh_info, axis), positions in new_owner_groups.items()
     }
     if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
-        runtime.refreshes.launch_deferred()
-        runtime.refreshes.refresh_edited()
+        lz_state.refreshes.launch_deferred()
+        lz_state.refreshes.refresh_edited()
     for handle in moved_handles:
         handle.weights.finish_refresh()
         handle.change_layout(plan[handle])
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
     table.owners = owners
-    scratch = _scratch_buffers(runtime)
-    runtime.pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
-    for other_optimizer in runtime.optimizers:
+    scratch = _scratch_buffers(lz_state)
+    lz_state.pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
+    for other_optimizer in lz_state.optimizers:
         other_optimizer.on_layout_change()  # type: ignore[attr-defined]
 
 
 def _plan_layouts(
-    runtime: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
+    lz_state: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
     """Return the new layouts of all handles, and the owners by parameter name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
-    for mesh_info in dict.fromkeys(handle.mesh_info for handle in runtime.handles):
-        handles = [handle for handle in runtime.handles if handle.mesh_info is mesh_info]
+    for mesh_info in dict.fromkeys(handle.mesh_info for handle in lz_state.handles):
+        handles = [handle for handle in lz_state.handles if handle.mesh_info is mesh_info]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
         _require_equal_parts(
             [handle for handle, owned_names in zip(handles, owned, strict=True) if owned_names], join_axes
@@ -262,14 +264,14 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
     )
 
 
-def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
+def _join_axes(lz_state: LayerZeroState) -> dict[str, JoinAxis]:
     """Return the model-parallel axis along which each owned parameter's parts are joined, by parameter name.
 
     Parameters without such an axis are omitted.
     """
     join_axes: dict[str, JoinAxis] = {}
-    for name, owner in owners_of(runtime).owners.items():
-        model_parallel = runtime.members[name].spec.model_parallel
+    for name, owner in owners_of(lz_state).owners.items():
+        model_parallel = lz_state.members[name].spec.model_parallel
         if model_parallel is not None and owner.axis is not None:
             join_axes[name] = JoinAxis(
                 owner.axis, model_parallel.mesh.size(owner.axis), model_parallel.joined_shape(owner.axis)
@@ -301,7 +303,7 @@ def _requested_join_axes(
 
 
 def _new_owner_groups(
-    runtime: LayerZeroState, owners: Mapping[str, ParamOwner]
+    lz_state: LayerZeroState, owners: Mapping[str, ParamOwner]
 ) -> dict[_Key, dict[int, tuple[int, int]]]:
     """Return the owner groups that `owners` need and that do not exist yet. The order is the same on all ranks.
 
@@ -312,11 +314,11 @@ def _new_owner_groups(
     new_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
         mesh_info, model_parallel, axis = (
-            runtime.members[name].spec.mesh_info,
-            runtime.members[name].spec.model_parallel,
+            lz_state.members[name].spec.mesh_info,
+            lz_state.members[name].spec.model_parallel,
             owner.axis,
         )
-        if (mesh_info, axis) not in {*owners_of(runtime).groups, *new_groups}:
+        if (mesh_info, axis) not in {*owners_of(lz_state).groups, *new_groups}:
             new_groups[mesh_info, axis] = (
                 {} if model_parallel is None or axis is None else positions_across(mesh_info, model_parallel, axis)
             )
@@ -344,40 +346,40 @@ def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, Join
                 )
 
 
-def _scratch_buffers(runtime: LayerZeroState) -> ScratchBuffers:
+def _scratch_buffers(lz_state: LayerZeroState) -> ScratchBuffers:
     total = ScratchBuffers(Counter(), Counter(), 0)
-    planned = specs_of(runtime.units)
+    planned = specs_of(lz_state.units)
     for over in dict.fromkeys(unit.over for unit in planned):
         units = [unit for unit in planned if unit.over is over]
         handles = [handle for unit in units for handle in unit.handles]
-        total = total.plus(plan_scratch(handles, runtime.config, units[0].traits))
+        total = total.plus(plan_scratch(handles, lz_state.config, units[0].traits))
     return total
 
 
-def _require_movable(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
+def _require_movable(lz_state: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
     """Raise an error if a view, a gradient or optimizer state refers to rows that will move.
 
     Raises:
         NotImplementedError: `offload_optimizer` is set.
         RuntimeError: a view is active, a parameter has a gradient, or an optimizer has state for a parameter.
     """
-    if runtime.config.offload_optimizer:
+    if lz_state.config.offload_optimizer:
         raise NotImplementedError(
             "offload_optimizer=True supports only optimizers that update rows, but this optimizer needs full "
             "parameters. Use offload_optimizer=False, or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
-    if runtime.status.active_views:
+    if lz_state.status.active_views:
         raise RuntimeError(
             "shard_optimizer was called inside layerzero.unsharded or EMA.swapped(), but it must move rows of the "
             "masters. Call it outside of the context"
         )
-    if any(runtime.members[name].sharded.grad is not None for name in names):
+    if any(lz_state.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(
             "this optimizer needs full parameters, so layerzero must move their rows to owners, but some parameters "
             "already have gradients. Call shard_optimizer before the first backward, or call model.zero_grad() first"
         )
-    for optimizer in runtime.optimizers:
+    for optimizer in lz_state.optimizers:
         state = optimizer.state_by_name()  # type: ignore[attr-defined]
         if with_state := sorted(name for name in names if name in state):
             raise RuntimeError(

@@ -31,7 +31,7 @@ def update_params(
     inner: Optimizer,
     ownership: OwnerTable,
     names: Mapping[int, str],
-    runtime: LayerZeroState,
+    lz_state: LayerZeroState,
     refresh: RefreshRound | None,
     take_step: Callable[[], Any],
 ) -> None:
@@ -43,12 +43,14 @@ def update_params(
         refresh: round in which the refreshes of handles are launched, or None if refreshes are launched later.
         take_step: function that steps `inner`.
     """
-    has_transfers = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
-    with runtime.observer.during("update", "optimizer"):
+    has_transfers = lz_state.config.offload_optimizer or any(
+        handle.mesh_info.replicas > 1 for handle in lz_state.handles
+    )
+    with lz_state.observer.during("update", "optimizer"):
         if refresh is None or not has_transfers or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)
         else:
-            _step_in_parts(inner, names, runtime.handles, refresh, take_step)
+            _step_in_parts(inner, names, lz_state.handles, refresh, take_step)
 
 
 def _can_step_in_parts(inner: Optimizer) -> bool:

@@ -103,18 +103,18 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
             "the optimizer was already returned by shard_optimizer. Call shard_optimizer once, on the original "
             "optimizer"
         )
-    runtime = get_state(model)
-    full_param_kinds = kinds_that_need_full_params(optimizer, runtime.mesh_info.device, elementwise)
-    if runtime.config.offload_optimizer:
+    lz_state = get_state(model)
+    full_param_kinds = kinds_that_need_full_params(optimizer, lz_state.mesh_info.device, elementwise)
+    if lz_state.config.offload_optimizer:
         refuse_host(optimizer)
-    return ShardedOptimizer(optimizer, runtime, full_param_kinds)
+    return ShardedOptimizer(optimizer, lz_state, full_param_kinds)
 
 
-def _trainable_masters(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+def _trainable_masters(lz_state: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that an optimizer updates: masters of trainable parameters and trainable ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
-            member = runtime.parameters.managed_param(parameter)
+            member = lz_state.parameters.managed_param(parameter)
             yield parameter if member is None else member.master
 
 
@@ -130,20 +130,20 @@ class ShardedOptimizer(OptimizerProxy):
         state: the same state, keyed by sharded parameter.
     """
 
-    def __init__(self, inner: Optimizer, runtime: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
+    def __init__(self, inner: Optimizer, lz_state: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
-        self._counted = StepCounter(runtime.mesh_info.counters.steps)
+        self._counted = StepCounter(lz_state.mesh_info.counters.steps)
         self.load_error: str | None = None  # error that the next step raises; set while a load is incomplete
         self.before_update: Callable[[], None] | None = None  # called when all gradients are final
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
-        self._runtime = runtime
-        self._model = runtime.model  # a strong reference, as torch optimizers hold to their parameters
+        self._lz_state = lz_state
+        self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
         self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
         self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
-        self._owner_table = OwnerTable(runtime, inner, full_param_kinds)
+        self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterKeyedState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
@@ -157,14 +157,14 @@ class ShardedOptimizer(OptimizerProxy):
         for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(group_parameters, masters, strict=True):
                 if parameter in old_state:
-                    member = runtime.parameters.managed_param(parameter)
+                    member = lz_state.parameters.managed_param(parameter)
                     holder = None if member is None else self._holder_of(member.sharded)
                     if values := self._shard_state_of(old_state[parameter], holder, group):
                         inner.state[master] = values
-        watching = runtime.mesh_info.counters.on_launch
-        if watching is not None and not runtime.optimizers:  # if there are several optimizers, count steps once
+        watching = lz_state.mesh_info.counters.on_launch
+        if watching is not None and not lz_state.optimizers:  # if there are several optimizers, count steps once
             watching.count_steps_of(self)
-        runtime.optimizers.add(self)
+        lz_state.optimizers.add(self)
 
     # One step
 
@@ -182,23 +182,23 @@ class ShardedOptimizer(OptimizerProxy):
             RuntimeError: the method is called inside :meth:`layerzero.EMA.swapped`, which would undo the update; or
                 learning rates or other settings differed between ranks in one of the last two steps.
         """
-        refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
-        if ParamView.EMA in self._runtime.status.active_views:
+        refuse_capture(self._lz_state.mesh_info.device, "optimizer.step()")
+        if ParamView.EMA in self._lz_state.status.active_views:
             raise RuntimeError(
                 "optimizer.step() was called inside EMA.swapped(), which would undo the update. Leave the context first"
             )
-        if load_error := self._runtime.status.load_error or self.load_error:
+        if load_error := self._lz_state.status.load_error or self.load_error:
             raise RuntimeError(load_error)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._runtime.scheduler.complete_gradients()
-        self._runtime.gradients.settings.require_equal()
-        self._runtime.scheduler.no_sync_hint.note_step()
+        self._lz_state.scheduler.complete_gradients()
+        self._lz_state.gradients.settings.require_equal()
+        self._lz_state.scheduler.no_sync_hint.note_step()
         if self.before_update is not None:
             self.before_update()
         if self.guard is not None and not self.guard(self):
             return loss
-        with self._runtime.refreshes.step() as refresh, self._use_masters_in_groups():
+        with self._lz_state.refreshes.step() as refresh, self._use_masters_in_groups():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
 
             def update_all(take_step: Callable[[], Any]) -> None:
@@ -206,15 +206,15 @@ class ShardedOptimizer(OptimizerProxy):
                     self.inner,
                     self._owner_table,
                     names,
-                    self._runtime,
+                    self._lz_state,
                     refresh,
                     with_preparation(self.inner, take_step),
                 )
 
             step_without_global_hooks(self.inner, update_all)
-        self._runtime.gradients.record_step(list(self._member_at.values()))
+        self._lz_state.gradients.record_step(list(self._member_at.values()))
         self._counted.count_step()
-        self._runtime.gradients.settings.note_step(self._settings)
+        self._lz_state.gradients.settings.note_step(self._settings)
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
@@ -227,19 +227,19 @@ class ShardedOptimizer(OptimizerProxy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated inside ``no_sync``."""
-        self._runtime.scheduler.recover_interrupted_pass()
-        self._counted.record_zero_grad(self.param_groups, self._runtime.gradients.backwards)
+        self._lz_state.scheduler.recover_interrupted_pass()
+        self._counted.record_zero_grad(self.param_groups, self._lz_state.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        if set_to_none or self._runtime.gradients.failed:
+        if set_to_none or self._lz_state.gradients.failed:
             for parameter in parameters:
                 parameter.grad = None
         if set_to_none:
             return
-        self._runtime.scheduler.complete_gradients()
+        self._lz_state.scheduler.complete_gradients()
         for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
-        self._runtime.gradients.record_drop(list(self._member_at.values()))
+        self._lz_state.gradients.record_drop(list(self._member_at.values()))
 
     @contextmanager
     def _use_masters_in_groups(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
@@ -278,7 +278,7 @@ class ShardedOptimizer(OptimizerProxy):
         writes = WriteDetector(
             chain.from_iterable(self._masters),
             partial(record_writes, parameters),
-            refusal if ParamView.EMA in self._runtime.status.active_views else None,
+            refusal if ParamView.EMA in self._lz_state.status.active_views else None,
         )
         with self._use_masters_in_groups(reduced_grad_rows), writes:
             return method(*args, **kwargs)
@@ -291,15 +291,15 @@ class ShardedOptimizer(OptimizerProxy):
         params = param_group["params"]
         parameters = [params] if isinstance(params, Tensor) else list(params)
         require_one_kind(
-            self.inner, param_group, [p for p in parameters if self._runtime.parameters.is_ignored(p)], parameters
+            self.inner, param_group, [p for p in parameters if self._lz_state.parameters.is_ignored(p)], parameters
         )
         listed: list[Tensor] = []
         masters: list[Tensor] = []
         members: list[ManagedParam | None] = []
-        refuse_dtypes(self.inner, _trainable_masters(self._runtime, parameters))
+        refuse_dtypes(self.inner, _trainable_masters(self._lz_state, parameters))
         for parameter in parameters:
-            member = self._runtime.parameters.managed_param(parameter)
-            if member is None and not self._runtime.parameters.is_ignored(parameter):
+            member = self._lz_state.parameters.managed_param(parameter)
+            if member is None and not self._lz_state.parameters.is_ignored(parameter):
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the model when it "
                     "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
@@ -464,7 +464,7 @@ class ShardedOptimizer(OptimizerProxy):
             if torch.distributed.get_rank() == 0:
                 plain_optimizer.load_state_dict(state)
         """
-        model_ranks = self._runtime.ranks
+        model_ranks = self._lz_state.ranks
         specs = (member.spec for member in self._member_at.values())
         refuse_rank_local("ShardedOptimizer.full_state_dict", specs, model_ranks.size)
         keeps = not rank0_only or model_ranks.is_first
@@ -601,7 +601,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
         """Return the sharding of a state tensor of shape `shape` for parameter `name`, or None if it is not sharded."""
-        member = self._runtime.members.get(name)
+        member = self._lz_state.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:
             return None

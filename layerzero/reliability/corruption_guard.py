@@ -107,10 +107,10 @@ def guard_corruption(
         raise TypeError(
             "guard_corruption requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
         )
-    runtime = get_state(model)
-    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+    lz_state = get_state(model)
+    if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model. Create a guard for each model")
-    return CorruptionGuard(runtime, optimizers, every, on_found == "raise")
+    return CorruptionGuard(lz_state, optimizers, every, on_found == "raise")
 
 
 class _ExpectedBits(NamedTuple):
@@ -118,7 +118,7 @@ class _ExpectedBits(NamedTuple):
 
     address: int
     version: int
-    edits: int  # write count of the tensor's mutation tracker
+    write_count: int  # of the mutation tracker of the tensor
     sum: Tensor  # 0-dim int64
 
 
@@ -146,16 +146,16 @@ class CorruptionGuard:
     """Guard against flipped bits. Created by :func:`guard_corruption`.
 
     Attributes:
-        looked: number of checks so far.
+        checks: number of checks so far.
         found: all corruptions found so far.
     """
 
     def __init__(
-        self, runtime: LayerZeroState, optimizers: tuple[ShardedOptimizer, ...], every: int, raises: bool
+        self, lz_state: LayerZeroState, optimizers: tuple[ShardedOptimizer, ...], every: int, raises: bool
     ) -> None:
-        self.looked = 0
+        self.checks = 0
         self.found: list[Corruption] = []
-        self._runtime = runtime
+        self._lz_state = lz_state
         self._optimizers = optimizers
         self._every = every
         self._raises = raises
@@ -163,7 +163,7 @@ class CorruptionGuard:
         self._recorded: dict[tuple[str, str], _ExpectedBits] = {}  # by kind and parameter
         self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
         self._recomputed: set[tuple[str, tuple[int, ...], str]] = set()  # values recomputed for the repeated step
-        self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
+        self._handle_of = {member.name: handle for handle in lz_state.handles for member in handle.members}
         self._hooks: list[Any] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             optimizers[-1].register_step_post_hook(self._after_step),
@@ -196,22 +196,22 @@ class CorruptionGuard:
             )
         if not refused.recoverable:
             raise refused
-        for optimizer in self._runtime.optimizers:
+        for optimizer in self._lz_state.optimizers:
             optimizer.zero_grad()
-        for member in self._runtime.members.values():
+        for member in self._lz_state.members.values():
             member.sharded.grad = None
-        self._runtime.refreshes.launch()
+        self._lz_state.refreshes.launch()
         self._recomputed |= {_location(corruption) for corruption in refused.corruptions}
         self._refused = self._check()
         if self._refused is not None:
             raise self._refused
-        if dist.get_rank() == self._runtime.ranks.ranks[0]:
+        if dist.get_rank() == self._lz_state.ranks.ranks[0]:
             names = ", ".join(dict.fromkeys(repr(corruption.parameter) for corruption in refused.corruptions))
             _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
     def _hook_new_parameters(self) -> None:
         """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
-        for name, member in self._runtime.members.items():
+        for name, member in self._lz_state.members.items():
             if member.sharded.requires_grad and name not in self._hooked_names:
                 self._hooks.append(_register_grad_hook(member.sharded, self._on_gradient(name)))
                 self._hooked_names.add(name)
@@ -230,13 +230,13 @@ class CorruptionGuard:
 
     def _before_step(self, *_: object) -> None:
         if self._is_due:
-            self.looked += 1
+            self.checks += 1
             error = self._check()
             self._refused = error if self._raises else None
             if self._refused is not None:
                 raise self._refused
             self._recomputed.clear()
-            if error is not None and dist.get_rank() == self._runtime.ranks.ranks[0]:
+            if error is not None and dist.get_rank() == self._lz_state.ranks.ranks[0]:
                 _LOG.error("%s", error)
         self._steps += 1
         self._recorded.clear()
@@ -246,7 +246,7 @@ class CorruptionGuard:
         masters_unchanged = {
             name: is_unchanged for (kind, name), is_unchanged in unchanged.items() if kind == "masters"
         }
-        corruptions = compare(self._runtime, self._list_corruptions(unchanged), masters_unchanged).corruptions
+        corruptions = compare(self._lz_state, self._list_corruptions(unchanged), masters_unchanged).corruptions
         self.found += corruptions
         if not corruptions:
             return None
@@ -254,7 +254,7 @@ class CorruptionGuard:
             return SilentDataCorruption(corruptions, way_out=_LOGGED)
         is_repeated = any(_location(corruption) in self._recomputed for corruption in corruptions)
         # Steps refresh only handles that they may update. Other weights may have been wrong before the last step.
-        never_updated = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
+        never_updated = {handle.name for handle in self._lz_state.handles if not handle.may_be_updated}
         if self._every > 1 and any(
             corruption.kind == "compute weights" and corruption.handle in never_updated for corruption in corruptions
         ):
@@ -280,8 +280,8 @@ class CorruptionGuard:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for name in optimizer.parameter_names(group):
-                    if name in self._runtime.members:
-                        yield ("masters", name), self._runtime.members[name].master
+                    if name in self._lz_state.members:
+                        yield ("masters", name), self._lz_state.members[name].master
             for name, values in optimizer.state_by_name().items():
                 for key, value in values.items():
                     if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
@@ -331,7 +331,7 @@ class CorruptionGuard:
 
         The result is None if the gradient is not final, for instance after a later backward pass inside ``no_sync``.
         """
-        gradient = self._runtime.members[name].sharded.grad
+        gradient = self._lz_state.members[name].sharded.grad
         local = gradient._local_tensor if isinstance(gradient, DTensor) else None
         if not isinstance(local, LocalShard) or local.tracker is None or local.tracker.access_error is not None:
             return None

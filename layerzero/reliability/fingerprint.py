@@ -106,16 +106,16 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return compare(get_state(model), (), {})
 
 
-def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
+def compare(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
     """Compare the copies as :func:`fingerprint` does, and include corruptions that some ranks have already found.
 
     Args:
-        runtime: state of the sharded model.
+        lz_state: state of the sharded model.
         own: corruptions that this rank has found.
         sound: by parameter name: True if the parameter's masters on this rank are unchanged since the last step, False
             if their bits have changed without a write. Parameters whose state is unknown are omitted.
     """
-    handles = runtime.handles
+    handles = lz_state.handles
     for handle in handles:
         handle.weights.finish_refresh(of_peers=True)
     sums = (
@@ -137,14 +137,14 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
         reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
         suspect[indices] = flags.bool()
     differs = (suspect.any() | bool(own)).to(torch.int32).view(1)
-    runtime.ranks.reduce(differs, dist.ReduceOp.MAX)
+    lz_state.ranks.reduce(differs, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
     if differs.item():
         own_corruptions = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
                 own_corruptions += _locate(handle, handle.mesh_info, sound)
-        messages = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in own_corruptions]))
+        messages = lz_state.ranks.all_gather_text(json.dumps([asdict(each) for each in own_corruptions]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in messages for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))

@@ -79,12 +79,12 @@ def guard_steps(
         raise TypeError(
             "guard_steps requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
         )
-    runtime = get_state(model)
-    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+    lz_state = get_state(model)
+    if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model. Create a guard for each model")
     if any(optimizer.guard is not None for optimizer in optimizers):
         raise ValueError("an optimizer already has a guard. Call close() of that guard first")
-    return StepGuard(runtime, optimizers, 1 if nonfinite == "raise" else skips + 1, locate, tuple(extra_groups))
+    return StepGuard(lz_state, optimizers, 1 if nonfinite == "raise" else skips + 1, locate, tuple(extra_groups))
 
 
 class StepGuard:
@@ -98,7 +98,7 @@ class StepGuard:
 
     def __init__(
         self,
-        runtime: LayerZeroState,
+        lz_state: LayerZeroState,
         optimizers: tuple[ShardedOptimizer, ...],
         max_refusals: int,
         locate: bool,
@@ -109,15 +109,15 @@ class StepGuard:
         self.found = ""
         self._optimizers = optimizers
         self._max_refusals = max_refusals  # number of consecutive refused steps at which an error is raised
-        self._model_ranks = runtime.ranks
+        self._model_ranks = lz_state.ranks
         # Optimizers checked in this round; each steps once per forward pass.
         self._checked_optimizers: list[ShardedOptimizer] = []
         self._refusing = False  # an optimizer has skipped its step in this round
         self._extra_groups = extra_groups
-        self._own = LocalGradientCheck(runtime.handles) if locate else None
-        self._members = tuple(runtime.members.values())
-        self._lazy_grad = runtime.gradients.lazy_grad
-        self._hook = runtime.model.register_forward_pre_hook(self._begin_round)
+        self._own = LocalGradientCheck(lz_state.handles) if locate else None
+        self._members = tuple(lz_state.members.values())
+        self._lazy_grad = lz_state.gradients.lazy_grad
+        self._hook = lz_state.model.register_forward_pre_hook(self._begin_round)
         for optimizer in optimizers:
             optimizer.guard = self.may_step
 

@@ -43,19 +43,19 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     """
     if not limit > 0:
         raise ValueError(f"limit must be positive, got {limit!r}")
-    runtime = get_state(model)
-    previous = runtime.mesh_info.counters.on_launch
+    lz_state = get_state(model)
+    previous = lz_state.mesh_info.counters.on_launch
     replaced = previous if isinstance(previous, Watchdog) and previous.is_default else None
     failure = None
     if previous is not None and replaced is None:
         failure = RuntimeError("the model already has a watchdog. Call close() of that watchdog first")
-    ranks = runtime.ranks.ranks
+    ranks = lz_state.ranks.ranks
     scope = new_scope(ranks)
     require_equal("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
     if replaced is not None:
         replaced.close()
-    started = Watchdog(runtime.mesh_info, scope, limit, owner=runtime)
-    runtime.on_close.append(started.close)
-    for optimizer in list(runtime.optimizers)[:1]:  # steps of the first optimizer are counted
+    started = Watchdog(lz_state.mesh_info, scope, limit, owner=lz_state)
+    lz_state.on_close.append(started.close)
+    for optimizer in list(lz_state.optimizers)[:1]:  # steps of the first optimizer are counted
         started.count_steps_of(optimizer)
     return started

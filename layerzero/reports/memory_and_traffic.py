@@ -154,7 +154,7 @@ def memory(model: nn.Module) -> MemoryReport:
         print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
         print(report)  # a table
     """
-    reports = [_memory(runtime) for runtime in get_states(model).values()]
+    reports = [_memory(lz_state) for lz_state in get_states(model).values()]
     if len(reports) == 1:
         return reports[0]
     return MemoryReport(
@@ -175,19 +175,19 @@ def _sum_by_key(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return totals
 
 
-def _memory(runtime: LayerZeroState) -> MemoryReport:
-    scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
-    predicted = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
-    measured = measure_memory(runtime)
+def _memory(lz_state: LayerZeroState) -> MemoryReport:
+    scratch = sum(pool.predicted_bytes for pool in _pools(lz_state))
+    predicted = estimate_memory(specs_of(lz_state.units), lz_state.config, scratch=scratch)
+    measured = measure_memory(lz_state)
     return MemoryReport(
         predicted=predicted.kinds,
         measured=measured,
-        shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
+        shared_segment=sum(transport.shared_bytes for transport in lz_state.transports),
         predicted_peak=predicted.peak + measured["optimizer"] + measured.get("outer", 0),
         measured_peak=device_bytes(measured)
         - measured["cached_buffer"]
         - measured["full_buffer"]
-        + max(runtime.pools.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
+        + max(lz_state.pools.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
     )
 
 
@@ -198,7 +198,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report contains sums over
     these models. If `reset` is True, the counters are set to zero after they have been read.
     """
-    reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
+    reports = [_traffic(lz_state, reset=reset) for lz_state in get_states(model).values()]
     if len(reports) == 1:
         return reports[0]
     predicted = [report.predicted for report in reports]
@@ -214,32 +214,34 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     )
 
 
-def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
-    counters = runtime.mesh_info.counters
+def _traffic(lz_state: LayerZeroState, *, reset: bool) -> TrafficReport:
+    counters = lz_state.mesh_info.counters
     by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
     totals = counters.take() if reset else counters.totals()
     for (collective, axis), sent_bytes in totals.bytes.items():
         by_collective[collective] += sent_bytes
         by_axis[axis] += sent_bytes
-    predicted = _predicted_bytes(runtime, totals.calls)
-    return TrafficReport(totals.calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
+    predicted = _predicted_bytes(lz_state, totals.calls)
+    return TrafficReport(
+        totals.calls, dict(by_collective), dict(by_axis), predicted, lz_state.transports[0].traits.name
+    )
 
 
-def _predicted_bytes(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
+def _predicted_bytes(lz_state: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Return the predicted number of sent bytes for each collective that all handles have called equally often."""
     predicted: dict[str, int] = {}
-    for collective, sent_by_handle in predicted_traffic(specs_of(runtime.units), runtime.config).items():
+    for collective, sent_by_handle in predicted_traffic(specs_of(lz_state.units), lz_state.config).items():
         rounds, remainder = divmod(calls.get(collective, 0), len(sent_by_handle))
         if rounds and not remainder:
             predicted[collective] = rounds * sum(sent_by_handle)
     return predicted
 
 
-def measure_memory(runtime: LayerZeroState) -> dict[str, int]:
+def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
-    buffers = runtime.pools
-    for handle in runtime.handles:
+    buffers = lz_state.pools
+    for handle in lz_state.handles:
         weights = handle.weights
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
         measured[kind] += weights.zero3_shard.nbytes
@@ -254,26 +256,26 @@ def measure_memory(runtime: LayerZeroState) -> dict[str, int]:
     measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
-    measured["reduce_buffer"] = sum(pool.most_bytes for pool in _pools(runtime))
+    measured["reduce_buffer"] = sum(pool.most_bytes for pool in _pools(lz_state))
     tensors = [
         value
-        for optimizer in runtime.optimizers
+        for optimizer in lz_state.optimizers
         for state in optimizer.inner.state.values()  # type: ignore[attr-defined]
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    measured["host_optimizer" if runtime.config.offload_optimizer else "optimizer"] = sum(
+    measured["host_optimizer" if lz_state.config.offload_optimizer else "optimizer"] = sum(
         _storage_bytes(tensor) for tensor in tensors
     )
-    for kind, kept in runtime.kept_bytes.items():
+    for kind, kept in lz_state.kept_bytes.items():
         measured[kind] += kept()
     return dict(measured)
 
 
-def _pools(runtime: LayerZeroState) -> list[BufferPool]:
+def _pools(lz_state: LayerZeroState) -> list[BufferPool]:
     """Return the pool of scratch buffers and, if they are separate, the pools of the buffers that hop 1 sends."""
-    send_pools = (transport.send_scratch for transport in runtime.transports)
-    return list(dict.fromkeys((runtime.pools.scratch, *send_pools)))
+    send_pools = (transport.send_scratch for transport in lz_state.transports)
+    return list(dict.fromkeys((lz_state.pools.scratch, *send_pools)))
 
 
 def _storage_bytes(tensor: Tensor | None) -> int:

@@ -81,23 +81,23 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
         for name, value in layerzero.metrics(model).items():
             writer.add_scalar(name, value, step)
     """
-    runtime = get_state(model)
-    counters = runtime.mesh_info.counters
+    lz_state = get_state(model)
+    counters = lz_state.mesh_info.counters
     sent_bytes = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
     totals = counters.take() if reset else counters.totals()
     for (_, axis), nbytes in totals.bytes.items():
         sent_bytes[axis] += nbytes
-    values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure_memory(runtime).items()})
+    values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure_memory(lz_state).items()})
     values |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent_bytes.items()}
     values |= {f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(totals.waited.items())}
     values |= {f"layerzero/steps/{outcome}": float(totals.steps.get(outcome, 0)) for outcome in ("taken", "skipped")}
     if compare:
-        values |= _compare_waits(runtime, totals.waited)
+        values |= _compare_waits(lz_state, totals.waited)
     return values
 
 
-def _compare_waits(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict[str, float]:
-    model_ranks, mesh_info = runtime.ranks, runtime.mesh_info
+def _compare_waits(lz_state: LayerZeroState, waited_here: Mapping[str, float]) -> dict[str, float]:
+    model_ranks, mesh_info = lz_state.ranks, lz_state.mesh_info
     by_axis = {axis: sum(waited_here.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
         "zero3": dist.get_process_group_ranks(mesh_info.zero3_gather_comm.group),

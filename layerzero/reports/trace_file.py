@@ -112,18 +112,18 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
             train_step(model)
         print([(event.name, event.bytes) for event in trace.events if event.collective == "gather"])
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     rank = dist.get_rank()
     result = Trace(Path(str(os.fspath(path)).replace("{rank}", str(rank))))
     if not result.path.parent.is_dir():
         raise FileNotFoundError(
             f"the folder {str(result.path.parent)!r} of the trace file does not exist. Create it first"
         )
-    observer = runtime.observer
+    observer = lz_state.observer
     if observer.recorder is not None:
         raise RuntimeError("layerzero.trace is already active for this model. Leave that context first")
     observer.end_all()  # end profiler ranges that began before this recorder
-    recorder = observer.recorder = TraceRecorder(Clock.of(runtime.mesh_info.device))
+    recorder = observer.recorder = TraceRecorder(Clock.of(lz_state.mesh_info.device))
     completed = False
     try:
         yield result
@@ -136,7 +136,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
         else:  # other ranks may never arrive
             atexit.register(recorder.drain, _PATIENCE)
         result.events = _events(recorder)
-        _write(result, runtime.mesh_info, rank, recorder.clock.epoch)
+        _write(result, lz_state.mesh_info, rank, recorder.clock.epoch)
 
 
 def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:

@@ -122,9 +122,9 @@ def units(model: nn.Module) -> UnitList:
         print(layerzero.units(model))  # a table
         largest = max(layerzero.units(model), key=lambda unit: unit.gathered_bytes)
     """
-    runtime = get_state(model)
+    lz_state = get_state(model)
     names = {module: name for name, module in model.named_modules()}
-    order = {name: index for index, name in enumerate(runtime.members)}
+    order = {name: index for index, name in enumerate(lz_state.members)}
     infos = UnitList(
         UnitInfo(
             name=unit.name,
@@ -135,7 +135,7 @@ def units(model: nn.Module) -> UnitList:
             data_parallel=unit.mesh_info.data_parallel,
             reshard_after_forward=unit.reshard_after_forward,
         )
-        for unit in runtime.units
+        for unit in lz_state.units
     )
-    infos.ignored = tuple(n for n, p in model.named_parameters() if runtime.parameters.is_ignored(p))
+    infos.ignored = tuple(n for n, p in model.named_parameters() if lz_state.parameters.is_ignored(p))
     return infos

@@ -41,26 +41,26 @@ def close(model: nn.Module) -> None:
     """
     if isinstance(model, nn.Module) and is_closed(model):
         return
-    runtime = get_state(model)
-    runtime.refreshes.require_no_active_use("layerzero.close")
+    lz_state = get_state(model)
+    lz_state.refreshes.require_no_active_use("layerzero.close")
     failure: RuntimeError | None = None
     if in_backward():
         failure = RuntimeError(
             "layerzero.close was called during a backward, which needs the model. Call it after the backward"
         )
-    elif runtime.status.active_views:
+    elif lz_state.status.active_views:
         failure = RuntimeError(
-            f"layerzero.close was called inside {runtime.status.active_views[-1].value}, which restores the model "
+            f"layerzero.close was called inside {lz_state.status.active_views[-1].value}, which restores the model "
             "when the context exits. Call close after the context"
         )
     if (
-        not runtime.mesh_info.zero3_reduce_comm.held_group.is_local
+        not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local
     ):  # see [Note: Release of groups] in comm/process_groups.py
-        require_equal("close", {}, ranks=runtime.ranks.ranks, failure=failure)
+        require_equal("close", {}, ranks=lz_state.ranks.ranks, failure=failure)
     if failure is not None:
         raise failure
-    model_ranks = runtime.ranks
+    model_ranks = lz_state.ranks
     remove_hooks(model)
-    if not runtime.mesh_info.zero3_reduce_comm.held_group.is_local:
+    if not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
-    runtime.close()
+    lz_state.close()

@@ -57,14 +57,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     This function is also a method of a sharded model, as in DDP: ``with model.no_sync():``. For a module that contains
     sharded models, the function applies to all of these models.
     """
-    before = [(runtime, runtime.scheduler.requires_gradient_sync) for runtime in get_states(model).values()]
-    for runtime, _ in before:
-        runtime.scheduler.requires_gradient_sync = False
+    before = [(lz_state, lz_state.scheduler.requires_gradient_sync) for lz_state in get_states(model).values()]
+    for lz_state, _ in before:
+        lz_state.scheduler.requires_gradient_sync = False
     try:
         yield
     finally:
-        for runtime, reduces in before:
-            runtime.scheduler.requires_gradient_sync = reduces
+        for lz_state, reduces in before:
+            lz_state.scheduler.requires_gradient_sync = reduces
 
 
 @contextmanager
@@ -111,8 +111,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
             "the module that holds the weights, such as model.head"
         )
     with ExitStack() as contexts:
-        for runtime, units in units_within(module).items():
-            contexts.enter_context(runtime.scheduler.gathered(units))
+        for lz_state, units in units_within(module).items():
+            contexts.enter_context(lz_state.scheduler.gathered(units))
         yield
 
 
@@ -135,8 +135,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
     Raises:
         ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
     """
-    runtime = _get_model_state(model, "set_requires_gradient_sync", recurse=recurse)
-    runtime.scheduler.requires_gradient_sync = runtime.scheduler.requires_all_reduce = bool(requires_gradient_sync)
+    lz_state = _get_model_state(model, "set_requires_gradient_sync", recurse=recurse)
+    lz_state.scheduler.requires_gradient_sync = lz_state.scheduler.requires_all_reduce = bool(requires_gradient_sync)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -169,13 +169,13 @@ def _get_model_state(model: nn.Module, method: str, *, recurse: bool) -> LayerZe
 class UnshardHandle:
     """Handle to the in-flight gather that :func:`unshard` has launched."""
 
-    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
-        self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
+    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
+        self._lz_state, self._unit = weakref.ref(lz_state), weakref.ref(unit)
 
     def wait(self) -> None:
         """Wait until the weights are gathered. The unit's forward also waits for the gather."""
-        if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
-            runtime.scheduler.wait_unsharded(unit)
+        if (lz_state := self._lz_state()) is not None and (unit := self._unit()) is not None:
+            lz_state.scheduler.wait_unsharded(unit)
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
@@ -193,9 +193,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Returns:
         If `async_op` is True, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
     """
-    runtime, unit = _unit_of(module)
-    runtime.scheduler.unshard(unit)
-    handle = UnshardHandle(runtime, unit)
+    lz_state, unit = _unit_of(module)
+    lz_state.scheduler.unshard(unit)
+    handle = UnshardHandle(lz_state, unit)
     if async_op:
         return handle
     handle.wait()
@@ -210,8 +210,8 @@ def reshard(module: nn.Module) -> None:
     Raises:
         RuntimeError: the unit is in its forward, in its backward or inside :func:`gathered`.
     """
-    runtime, unit = _unit_of(module)
-    runtime.scheduler.reshard(unit)
+    lz_state, unit = _unit_of(module)
+    lz_state.scheduler.reshard(unit)
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -231,10 +231,10 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
             f"set_reshard_after_forward expects a bool, got {reshard_after_forward!r}. Only shard_model creates the "
             "process groups for a number of ranks. Pass the number to shard_model(reshard_after_forward=...)"
         )
-    runtime, units = _units_of(module, recurse=recurse)
+    lz_state, units = _units_of(module, recurse=recurse)
     for unit in units:
         unit.reshard_after_forward, unit.is_told = reshard_after_forward, True
-    runtime.scheduler.apply_unit_settings()
+    lz_state.scheduler.apply_unit_settings()
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -246,10 +246,10 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
     the weights of the units that it updates, and a forward without gradients still frees the weights of its units. All
     ranks must make the same call.
     """
-    runtime, units = _units_of(module, recurse=recurse)
+    lz_state, units = _units_of(module, recurse=recurse)
     for unit in units:
         unit.reshard_after_backward = bool(reshard_after_backward)
-    runtime.scheduler.apply_unit_settings()
+    lz_state.scheduler.apply_unit_settings()
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -261,9 +261,9 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
     Raises:
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
     """
-    runtime, unit = _unit_of(module)
-    runtime.scheduler.prefetched_forward[unit] = _units_to_prefetch(runtime, unit, modules, "forward")
-    runtime.scheduler.apply_unit_settings()
+    lz_state, unit = _unit_of(module)
+    lz_state.scheduler.prefetched_forward[unit] = _units_to_prefetch(lz_state, unit, modules, "forward")
+    lz_state.scheduler.apply_unit_settings()
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -272,21 +272,23 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     See :func:`set_modules_to_forward_prefetch`. Prefetched units that the backward does not reach are freed when the
     backward ends.
     """
-    runtime, unit = _unit_of(module)
-    runtime.scheduler.prefetched_backward[unit] = _units_to_prefetch(runtime, unit, modules, "backward")
-    runtime.scheduler.apply_unit_settings()
+    lz_state, unit = _unit_of(module)
+    lz_state.scheduler.prefetched_backward[unit] = _units_to_prefetch(lz_state, unit, modules, "backward")
+    lz_state.scheduler.apply_unit_settings()
 
 
-def _units_to_prefetch(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], direction: str) -> list[Unit]:
+def _units_to_prefetch(
+    lz_state: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], direction: str
+) -> list[Unit]:
     method = f"set_modules_to_{direction}_prefetch"
     if isinstance(modules, nn.Module):
         raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
     units = []
     for module in modules:
-        other_runtime, other_unit = _unit_of(module)
-        if other_runtime is not runtime or other_unit.mesh_info is not unit.mesh_info:
+        other_state, other_unit = _unit_of(module)
+        if other_state is not lz_state or other_unit.mesh_info is not unit.mesh_info:
             raise ValueError(
-                f"{method}: {other_unit.label} is in another {'model' if other_runtime is not runtime else 'mesh'} "
+                f"{method}: {other_unit.label} is in another {'model' if other_state is not lz_state else 'mesh'} "
                 f"than {unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
             )
         units.append(other_unit)
@@ -297,14 +299,14 @@ def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
     before, _ = forward_hooks(module)
-    return before.runtime, before.unit
+    return before.lz_state, before.unit
 
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
     """Return the unit that `module` belongs to and, if `recurse` is True, the units inside that unit."""
-    runtime, unit = _unit_of(module)
+    lz_state, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
-    return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
+    return lz_state, [each for each in lz_state.units if each is unit or not inside.isdisjoint(each.modules)]
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -365,14 +367,14 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
     return as_forward
 
 
-def bind_methods(runtime: LayerZeroState) -> None:
+def bind_methods(lz_state: LayerZeroState) -> None:
     """Add methods with FSDP2's names to the model and its units, for training loops written for FSDP2.
 
     If a module already has an attribute with the name of a method, the attribute is kept and a warning is logged.
     """
     skipped: dict[str, str] = {}
-    for unit in runtime.units:
-        is_root = unit is runtime.units[0]
+    for unit in lz_state.units:
+        is_root = unit is lz_state.units[0]
         for module in unit.modules:
             for function in (*_OF_MODELS, *_OF_UNITS) if is_root else _OF_UNITS:
                 name = function.__name__

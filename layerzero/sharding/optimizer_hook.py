@@ -13,16 +13,16 @@ from layerzero.engine.state import LayerZeroState
 
 __all__ = ["guard_optimizers"]
 
-_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook must not keep a model alive
+_ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook must not keep a model alive
 
 
-def guard_optimizers(runtime: LayerZeroState) -> None:
+def guard_optimizers(lz_state: LayerZeroState) -> None:
     """Make ``step()`` raise for optimizers over this model's parameters that were not passed to `shard_optimizer`.
 
     Such a step would neither reduce accumulated gradients nor refresh compute weights. An optimizer that was built
     before `shard_model` would update tensors that the model no longer uses.
     """
-    _RUNTIMES.add(runtime)
+    _ALL_STATES.add(lz_state)
     _guard_process()
 
 
@@ -34,14 +34,14 @@ def _guard_process() -> None:
 
 
 def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for runtime in list(_RUNTIMES):
-        if runtime.closed or optimizer in runtime.optimizers:
+    for lz_state in list(_ALL_STATES):
+        if lz_state.closed or optimizer in lz_state.optimizers:
             continue
-        if any(optimizer.param_groups is sharded.param_groups for sharded in runtime.optimizers):
+        if any(optimizer.param_groups is sharded.param_groups for sharded in lz_state.optimizers):
             continue  # This optimizer wraps a sharded optimizer. The parameters detect its other writes.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                member = runtime.parameters.managed_param(parameter)
+                member = lz_state.parameters.managed_param(parameter)
                 if member is not None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded. Use "

@@ -304,8 +304,8 @@ def shard_model(
 
     groups = ModelGroups()
     try:
-        runtime = _build(model, plans, model_parallel_meshes, config, groups, param_init_fn)
-        _attach_to_model(runtime, plans)
+        lz_state = _build(model, plans, model_parallel_meshes, config, groups, param_init_fn)
+        _attach_to_model(lz_state, plans)
     except BaseException:
         groups.abandon()
         raise
@@ -376,17 +376,17 @@ def _build(
         units_built.append(unit)
         uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
-    runtime.parameters.remember_origins(origins)
+    lz_state = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
+    lz_state.parameters.remember_origins(origins)
     if registered is not None:
-        runtime.on_close.append(registered.close)
-    runtime.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
+        lz_state.on_close.append(registered.close)
+    lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
     # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
     if uninitialized or (was_on_meta and not config.sync_module_states):
-        runtime.status.first_forward_checks.append(
-            initialization_check(uninitialized, runtime.members, model_ranks.ranks)
+        lz_state.status.first_forward_checks.append(
+            initialization_check(uninitialized, lz_state.members, model_ranks.ranks)
         )
-    return runtime
+    return lz_state
 
 
 def _choose_refresh_codec(
@@ -427,37 +427,37 @@ def _agree_on_root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero
         raise
 
 
-def _attach_to_model(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
+def _attach_to_model(lz_state: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     """Register the hooks, checks and methods of a sharded model, log its size, and start its watchdog."""
-    register_hooks(runtime)
-    guard_optimizers(runtime)
+    register_hooks(lz_state)
+    guard_optimizers(lz_state)
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
-    bind_methods(runtime)
-    show_units_in_repr(runtime.units)
+    bind_methods(lz_state)
+    show_units_in_repr(lz_state.units)
     filter_mesh_warnings()
-    mesh_info = runtime.mesh_info
-    if runtime.ranks.is_first:
-        size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20
+    mesh_info = lz_state.mesh_info
+    if lz_state.ranks.is_first:
+        size = held_bytes(specs_of(lz_state.units), lz_state.config) / 2**20
         _log.info(
             "%s: %d units (including the root), D=%d, S=%d, %.1f MiB per rank without the optimizer state",
-            *(type(runtime.model).__name__, len(runtime.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
+            *(type(lz_state.model).__name__, len(lz_state.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
         )
         for message in (restart_warning(), connections_warning(mesh_info.device.type)):
             if message:
                 _log.warning("%s", message)
-    _start_watchdog(runtime)
+    _start_watchdog(lz_state)
 
 
-def _start_watchdog(runtime: LayerZeroState) -> None:
+def _start_watchdog(lz_state: LayerZeroState) -> None:
     """Start the watchdog that runs by default for models on a device; see [Note: Completion on a device]."""
-    mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
+    mesh_info, ranks = lz_state.mesh_info, lz_state.ranks.ranks
     if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return
-    groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in runtime.handles))}
+    groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
-    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=runtime, is_default=True)
-    runtime.on_close.append(watchdog.close)
+    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=lz_state, is_default=True)
+    lz_state.on_close.append(watchdog.close)
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:

@@ -197,10 +197,10 @@ def _meet(plan: dict[str, Any], rank: int, model: Any) -> None:
 def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
     """Flip one bit of this rank, chosen by the seed, in the kind of memory that the plan names."""
     draw = random.Random(plan["draw"])
-    runtime = get_state(model)
-    member = draw.choice([each for each in runtime.members.values() if each.master.numel()])
+    lz_state = get_state(model)
+    member = draw.choice([each for each in lz_state.members.values() if each.master.numel()])
     if plan["flip"] == "compute weights":
-        handle = next(each for each in runtime.handles if member in each.members)
+        handle = next(each for each in lz_state.handles if member in each.members)
         own = handle.weights.zero3_shard[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
         start = (member.master.data_ptr() - handle.weights.master.data_ptr()) // member.master.element_size()
         flip(own, start + draw.randrange(member.master.numel()), draw.randrange(16))

@@ -386,8 +386,8 @@ def test_a_wrong_bit_is_found_when_digests_are_compared() -> None:
 # --- life time ---
 
 
-def _threads(runtime: LayerZeroState) -> list[Any]:
-    refresher = runtime.handles[0].weights.refresher
+def _threads(lz_state: LayerZeroState) -> list[Any]:
+    refresher = lz_state.handles[0].weights.refresher
     return [stream.thread for stream in (refresher._encoding, refresher._decoding)]
 
 

@@ -173,9 +173,9 @@ def test_full_buffers_for_a_backward_that_cannot_come_are_freed(end: str) -> Non
 
 def _evaluate(rank: int) -> int:
     model = shard(blocks(5, own=False), reshard_after_forward=False, prefetch=0)
-    runtime, whole = get_state(model), []
+    lz_state, whole = get_state(model), []
     for unit in model.units:
-        unit.linear.register_forward_hook(lambda *_: whole.append(sum(u.gathered for u in runtime.units)))
+        unit.linear.register_forward_hook(lambda *_: whole.append(sum(u.gathered for u in lz_state.units)))
     with torch.no_grad():
         model(batch(rank, 0))
     return max(whole)

@@ -38,9 +38,9 @@ def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any
     with average.swapped(), layerzero.unsharded(model):
         pass
     layerzero.full_state_dict(model)
-    runtime = get_state(model)
-    handle = runtime.handles[-1]
-    kept = {"model": model, "runtime": runtime, "optimizer": optimizer, "average": average, "handle": handle}
+    lz_state = get_state(model)
+    handle = lz_state.handles[-1]
+    kept = {"model": model, "lz_state": lz_state, "optimizer": optimizer, "average": average, "handle": handle}
     tensors = {
         "master": handle.weights.master,
         "ZeRO-3 shard": handle.weights.zero3_shard,

@@ -80,9 +80,9 @@ def assert_as_ddp(ours: Any, theirs: Any) -> None:
     ours.train()
     assert_like(logged(ours), logged(theirs), rtol=1e-4)
     assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
-    runtime = get_state(ours.model)
-    assert len(runtime.units) >= 3, "a layer is a unit"
-    trained = sum(handle.trainable for handle in runtime.handles)
+    lz_state = get_state(ours.model)
+    assert len(lz_state.units) >= 3, "a layer is a unit"
+    trained = sum(handle.trainable for handle in lz_state.handles)
     assert layerzero.traffic(ours.model).calls["hop2"] == trained * 3  # of 6 backwards
 
 

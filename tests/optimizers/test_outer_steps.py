@@ -441,7 +441,7 @@ def _guard(rank: int) -> None:
         trained[1].step()
         trained[1].zero_grad()
         trained[2].step()
-    assert guard.looked == 6 and not guard.found
+    assert guard.checks == 6 and not guard.found
 
 
 def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits() -> None:

@@ -535,11 +535,11 @@ def _held(rank: int, size: int) -> int:
     report = layerzero.memory(model)
     for kind in ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator", "reduce_buffer"):
         assert report.measured[kind] == report.predicted[kind], kind
-    runtime, sent = get_state(model), Counter[str]()
-    grid = runtime.mesh_info.grid
-    for member in runtime.members.values():
+    lz_state, sent = get_state(model), Counter[str]()
+    grid = lz_state.mesh_info.grid
+    for member in lz_state.members.values():
         owner, model_parallel, own = (
-            owners_of(runtime).owners[member.name],
+            owners_of(lz_state).owners[member.name],
             member.spec.model_parallel,
             member.master.numel(),
         )

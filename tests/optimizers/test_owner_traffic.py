@@ -77,15 +77,15 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
             layerzero.traffic(model, reset=True)
             a_step(model, optimizer, micro_batches)
             counts.append(layerzero.traffic(model, reset=True))
-        runtime, sent = get_state(model), Counter[str]()
-        grid = runtime.mesh_info.grid
-        for handle in runtime.handles:
+        lz_state, sent = get_state(model), Counter[str]()
+        grid = lz_state.mesh_info.grid
+        for handle in lz_state.handles:
             own, node = (grid.numel(handle.layout, extent) for extent in (Extent.ZERO1, Extent.ZERO3))
             sent["hop2"] += 2 * (node - own)
             sent["refresh"] += 2 * (replicas - 1) * own
         if not elementwise:
-            for member in runtime.members.values():
-                owner, mine = owners_of(runtime).owners[member.name], member.master.numel()
+            for member in lz_state.members.values():
+                owner, mine = owners_of(lz_state).owners[member.name], member.master.numel()
                 if owner.r == grid.replica_rank and owner.s != grid.zero3_rank:
                     sent["owner_gather"] += 2 * 4 * mine
                 elif owner[:2] == (grid.replica_rank, grid.zero3_rank):
@@ -112,8 +112,8 @@ def test_a_step_sends_what_the_formulas_say_and_the_slow_link_carries_no_more(ze
 
 def _hold(rank: int, zero3_size: int) -> None:
     model = blocks_on(zero3_size)
-    optimizer, runtime = owned_sgd(model), get_state(model)
-    grid, take, taken = runtime.mesh_info.grid, BufferPool.acquire, []
+    optimizer, lz_state = owned_sgd(model), get_state(model)
+    grid, take, taken = lz_state.mesh_info.grid, BufferPool.acquire, []
 
     def spy(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         taken.append(4 * numel)
@@ -126,11 +126,11 @@ def _hold(rank: int, zero3_size: int) -> None:
             optimizer.step()
         whole = [
             m
-            for m in runtime.members.values()
-            if owners_of(runtime).owners[m.name][:2] == (grid.replica_rank, grid.zero3_rank)
+            for m in lz_state.members.values()
+            if owners_of(lz_state).owners[m.name][:2] == (grid.replica_rank, grid.zero3_rank)
         ]
         away = [4 * math.prod(m.spec.shape) for m in whole if len(m.spec.rows) < m.spec.shape[0]]
-        largest = 4 * max(math.prod(member.spec.shape) for member in runtime.members.values())
+        largest = 4 * max(math.prod(member.spec.shape) for member in lz_state.members.values())
         if zero3_size == 1:
             assert not taken, "the rows of the masters are the whole parameters"
         else:

@@ -96,7 +96,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
             if rank == victim:
                 wanted = _hit(what, handles, optimizer, number, low=low)
             seen(what, victim, wanted)
-    assert guard.looked == step
+    assert guard.checks == step
     assert {what for what, _ in tried} == set(KINDS)
     has_rows = any(places(handle, Extent.ZERO1) for handle in handles)
     dist.all_gather_object(able := [False] * dist.get_world_size(), has_rows)
@@ -190,7 +190,7 @@ def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
             model.load_state_dict({name: value.clone() for name, value in full_parameters(model).items()})
             optimizer.load_state_dict(optimizer.state_dict())
             model.first.requires_grad_(False)
-    assert guard.looked == 10 and layerzero.fingerprint(model).ok
+    assert guard.checks == 10 and layerzero.fingerprint(model).ok
     guard.close()
 
 
@@ -204,7 +204,7 @@ def _now_and_then(rank: int) -> None:
     guard = layerzero.guard_corruption(model, optimizer, every=3)
     for step in range(5):
         _step(model, optimizer, rank, step)
-    assert guard.looked == 1
+    assert guard.checks == 1
     if rank == 2:
         flip(handles[0].weights.master, places(handles[0], Extent.ZERO1)[0][0], 3)
     _backward(model, rank, 5)

@@ -103,17 +103,17 @@ def _kept(rank: int) -> None:
 
         compare(rank, "kept", Case(blocks, IN_FLIGHT), reshard_after_forward=reshards)
         model = shard(blocks(), reshard_after_forward=reshards, prefetch=0)
-        runtime = get_state(model)
+        lz_state = get_state(model)
         loss = model(batch(rank, 0)).sum()
-        assert [unit.name for unit in runtime.units if unit.gathered] == list(kept)
+        assert [unit.name for unit in lz_state.units if unit.gathered] == list(kept)
         before = layerzero.traffic(model).calls["gather"]
         loss.backward()
-        units = len([unit for unit in runtime.units if unit.name and unit.name not in kept])
+        units = len([unit for unit in lz_state.units if unit.name and unit.name not in kept])
         assert layerzero.traffic(model).calls["gather"] - before == units + 1  # the root
-        assert not any(unit.gathered for unit in runtime.units)
+        assert not any(unit.gathered for unit in lz_state.units)
         with torch.no_grad():
             model(batch(rank, 0))
-        assert not any(unit.gathered for unit in runtime.units)
+        assert not any(unit.gathered for unit in lz_state.units)
 
 
 def test_the_last_unit_stays_gathered_for_its_backward() -> None:

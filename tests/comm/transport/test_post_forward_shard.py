@@ -232,18 +232,18 @@ def _by_unit(rank: int) -> None:
         return {"units.0": 2, "units.1": 1, "units.2": 4}.get(name, True)
 
     model = shard(blocks(), reshard_after_forward=chosen, prefetch=0)
-    runtime = get_state(model)
-    assert [unit.reshard_after_forward for unit in runtime.units] == [True, 2, False, True]
-    assert [type(unit.reshard_after_forward) for unit in runtime.units] == [bool, int, bool, bool]
+    lz_state = get_state(model)
+    assert [unit.reshard_after_forward for unit in lz_state.units] == [True, 2, False, True]
+    assert [type(unit.reshard_after_forward) for unit in lz_state.units] == [bool, int, bool, bool]
     loss = loss_of(model(batch(rank, 0)))
-    assert [(unit.name, unit.gathered, unit.has_post_forward_shard) for unit in runtime.units] == [
+    assert [(unit.name, unit.gathered, unit.has_post_forward_shard) for unit in lz_state.units] == [
         ("", False, False),
         ("units.0", False, True),
         ("units.1", True, False),
         ("units.2", False, False),
     ]
     loss.backward()
-    assert not any(unit.gathered or unit.has_post_forward_shard for unit in runtime.units)
+    assert not any(unit.gathered or unit.has_post_forward_shard for unit in lz_state.units)
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 

@@ -116,17 +116,17 @@ def _weigh(rank: int) -> None:
         in_lockstep(rank, (model, optimizer), _alone(), range(3))
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
-        runtime = get_state(model)
-        whole = sum(handle.layout.numel * handle.weights.zero3_shard.itemsize for handle in runtime.handles)
+        lz_state = get_state(model)
+        whole = sum(handle.layout.numel * handle.weights.zero3_shard.itemsize for handle in lz_state.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with collectives"
         assert report.measured["full_buffer"] == report.measured["cached_buffer"] == 0
         # Once per node: the weights, the buffers that other ranks read, and pages for counters.
-        (transport,) = runtime.transports
+        (transport,) = lz_state.transports
         parts = torch.tensor([transport.send_scratch.most_bytes])
-        dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
+        dist.all_reduce(parts, group=lz_state.mesh_info.zero3_control_comm.group)
         page = os.sysconf("SC_PAGE_SIZE")
         shared = report.shared_segment - int(parts)
-        assert whole <= shared <= whole + 64 * len(runtime.handles) + 8 * page, (report, parts)
+        assert whole <= shared <= whole + 64 * len(lz_state.handles) + 8 * page, (report, parts)
 
 
 def _alone() -> tuple[nn.Module, torch.optim.Optimizer]:
