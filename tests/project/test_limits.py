@@ -26,7 +26,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Inside `layerzero.gathered`": (
         "engine/test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
     ),
-    "A backward, after `layerzero.gathered`": (
+    "A backward after the `layerzero.gathered` context": (
         "engine/test_gathered.py::test_ranks_that_disagree_get_an_error_that_names_both_orders",
     ),
     "Until a rank has exhausted or closed a generator": (
@@ -49,13 +49,13 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/test_difference_codecs.py::test_fingerprints_compare_replicas_only",
         "comm/test_difference_codecs.py::test_all_replicas_have_the_same_weights",
     ),
-    "`checkpoint.on_signal` outside of the main thread": (
+    "`checkpoint.on_signal` outside the main thread": (
         "checkpoint/test_preemption.py::test_a_thread_that_python_gives_no_signals_is_refused",
     ),
     "`hop2_codec` or `layerzero.Int4Difference()` with copies": (
         "optimizers/test_outer_steps.py::test_copies_on_tensor_parallel_ranks_stay_equal",
     ),
-    "zstandard on some ranks only": ("comm/test_encoded_refresh.py::test_settings_are_checked",),
+    "zstandard on some machines only": ("comm/test_encoded_refresh.py::test_settings_are_checked",),
     "`hop2_codec=layerzero.Int4Blocks()` with fp16": (
         "comm/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
     ),
@@ -112,7 +112,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "sharding/test_refusals.py::test_it_is_refused_on_every_rank",
         "project/test_limits_rows.py::test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise",
     ),
-    "The same inside a model": (
+    "These wrappers inside a model": (
         "sharding/test_refusals.py::test_it_is_refused_on_every_rank",
         "sharding/test_refusals.py::test_ways_out_work",
     ),
@@ -131,7 +131,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "A forward with gradients inside": (
         "sharding/test_forward_methods.py::test_forwards_without_gradients_run_on_whole_parameters",
     ),
-    "A forward inside `layerzero.unsharded` of a unit": (
+    "Inside `layerzero.unsharded(module)`, a forward of a unit": (
         "end_to_end/test_unsharded.py::test_forwards_inside_compute_with_what_is_full_there",
     ),
     "`layerzero.unsharded(rank0_only=True)` of parameters": (
@@ -144,13 +144,13 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_full_precision.py::test_what_it_cannot_do_is_refused_and_the_model_stays_usable",
         "engine/test_full_precision.py::test_replicas_that_call_other_units_are_told",
     ),
-    "Values that `buffer_dtype` has rounded away": (
+    "Restoring the precision that `buffer_dtype` has rounded away": (
         "engine/test_buffer_dtypes.py::test_states_hold_buffers_in_their_original_dtype",
     ),
-    "Methods of `register_forward_method`": (
+    "Methods registered with `register_forward_method`": (
         "sharding/test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",
     ),
-    "Generation of different lengths": (
+    "Generating sequences of different lengths": (
         "engine/test_varying_calls.py::test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders",
         "sharding/test_forward_methods.py::test_forwards_without_gradients_run_on_whole_parameters",
     ),
@@ -242,7 +242,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Ranks of one ZeRO-3 group that store": (
         "comm/transport/test_post_forward_shard.py::test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang",
     ),
-    "Units inside checkpoints with `use_reentrant=True`": (
+    "Units inside activation checkpoints with `use_reentrant=True`": (
         "comm/transport/test_post_forward_shard.py::test_units_inside_reentrant_checkpoints_have_no_post_forward_shard",
     ),
     "Different numbers of backward passes": (
@@ -259,7 +259,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_failures.py::test_a_step_on_half_a_backward_is_refused",
         "engine/test_failures.py::test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without",
     ),
-    "Reading `.grad` inside a backward": (
+    "Reading `.grad` in a hook that runs during a backward": (
         "engine/test_gradient_storage.py::test_a_kept_gradient_is_refused_inside_a_backward_and_shows_the_sum_after_it",
         "project/test_limits_loops.py::test_inside_a_backward_there_is_no_gradient_to_read",
     ),
@@ -281,7 +281,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_loops.py::test_freezing_on_one_rank_only_is_an_error_there",
         "engine/test_trainability.py::test_what_is_frozen_and_unfrozen_trains_like_one_process",
     ),
-    "Unfreezing a parameter that was sharded frozen": (
+    "Unfreezing a parameter that was frozen, and in bf16 or fp16, when it was sharded": (
         "engine/test_trainability.py::test_a_frozen_bf16_master_is_too_coarse_to_be_unfrozen",
         "project/test_limits_loops.py::test_low_precision_weights_are_unfrozen_before_or_sharded_in_fp32",
     ),
@@ -289,7 +289,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_hooks.py::test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed",
         "engine/test_hooks.py::test_post_accumulate_hooks_see_final_gradients_once",
     ),
-    "Units that only reentrant checkpoints call": (
+    "Units that are called only from reentrant activation checkpoints": (
         "project/test_limits_loops.py::test_units_under_checkpoints_alone_have_the_right_gradients",
     ),
     "Compiling across units": (
@@ -300,7 +300,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_loops.py::test_a_unit_on_raw_data_stays_gathered_until_the_backward_ends",
     ),
     # --- optimizers ---
-    "Optimizers that are not element-wise, and mix parameters": (
+    "Optimizers that mix elements of different parameters": (
         "optimizers/test_owner_step.py::test_matrix_optimizers_have_the_bits_of_one_process",
         "optimizers/test_sharded_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
         "optimizers/test_compatibility.py::test_an_optimizer_that_mixes_parameters_somewhere_is_refused",
@@ -311,7 +311,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
         "optimizers/test_owner_groups.py::test_a_second_optimizer_that_needs_more_comes_before_the_first_step",
     ),
-    "With full parameters: the optimizer's own methods": (
+    "With an optimizer that needs full parameters: its own methods": (
         "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
         "optimizers/test_owner_state.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
         "optimizers/test_torch_state_dict.py::test_an_optimizer_with_full_parameters_has_no_numbered_state",
@@ -321,7 +321,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_owner_traffic.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
         "optimizers/test_owner_groups.py::test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks",
     ),
-    "Optimizers around optimizers": (
+    "Passing an optimizer that wraps another optimizer": (
         "optimizers/test_wrapped_optimizer.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
     ),
     "Full parameters that a model-parallel axis cuts unevenly": (
@@ -349,7 +349,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "DTensors of another framework": (
         "optimizers/test_wrapped_optimizer.py::test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters",
     ),
-    "Optimizer state of another `zero3_size`": (
+    "Loading optimizer state, as sharded tensors in memory": (
         "optimizers/test_kernels.py::test_state_that_is_sharded_in_another_order_is_refused",
         "checkpoint/test_save_and_load.py::test_a_run_resumed_on_any_topology_equals_one_that_never_stopped",
         "optimizers/test_torch_state_dict.py::test_torchs_recipe_resumes_on_any_topology",
@@ -364,7 +364,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_apex.py::test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optimizer_is_wrapped",
     ),
     # --- settings and platforms ---
-    '`shared_memory="auto"` shares memory': (
+    'On Linux, `shared_memory="auto"` shares memory': (
         "comm/transport/test_shared_weights.py::test_an_edit_in_a_forward_is_an_error",
         "comm/transport/test_shared_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
     ),
@@ -396,7 +396,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_failures.py::test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without",
         "project/test_limits_loops.py::test_after_a_failure_the_model_is_used_once_and_zeroed",
     ),
-    "A penalty on `p.to_local()` that is computed after the forward": (
+    "Inside `no_sync`, from the second backward on: a penalty on `p.to_local()`": (
         "engine/test_grad_attribute.py::test_a_penalty_in_every_micro_batch",
         "project/test_limits_loops.py::test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync",
     ),
@@ -438,8 +438,8 @@ COVERED: dict[str, tuple[str, ...]] = {
 # Claims that this suite cannot show, and why.
 NOT_HERE = {
     "Reading `weight.main_grad` in the backward": "no kernel that reads main_grad in its backward runs on a CPU",
-    "`layerzero.memory` predicts steps": "says what is not predicted; tests compare what is",
-    "`torch.autocast` keeps casts": "the casts are in a cache of torch's own, which nothing outside can look into",
+    "`layerzero.memory` predicts the memory of a step": "says what is not predicted; tests compare what is",
+    "`torch.autocast` keeps cast copies": "the casts are in a cache of torch's own, which nothing outside can look into",
     "Pinned host memory": "torch's allocator of pinned memory needs a device",
     "torch 2.14 gathers rows for `any()`": "true of another torch than the one that runs the tests",
     "torch 2.11 cannot move memory": "true of another torch than the one that runs the tests",
