@@ -37,7 +37,7 @@ def _layerzero() -> None:
 
 @app.command("verify")
 def _verify(
-    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="Builds the model: a function or a class.")],
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="Function or class that builds the model.")],
     batches: Annotated[
         str | None,
         typer.Option(help="MODULE:BATCH_FN, (index, rank) -> batch. Default: make_batch of the same module."),
@@ -48,20 +48,31 @@ def _verify(
     optimizer: Annotated[
         str | None, typer.Option(help="MODULE:OPTIMIZER_FN, (parameters) -> optimizer. Default: SGD, momentum 0.9.")
     ] = None,
-    world_size: Annotated[int | None, typer.Option(help="Processes to start. Default: 4, or torchrun's.")] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of processes to start. Default: 4; under torchrun, its number of processes."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
-    micro_batches: Annotated[int, typer.Option(help="Batches per step and rank.")] = 2,
-    zero3_size: Annotated[list[int] | None, typer.Option(help="S to try; may be repeated. Default: all.")] = None,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step on each rank.")] = 2,
+    zero3_size: Annotated[
+        list[int] | None,
+        typer.Option(help="zero3_size to try; may be repeated. Default: all divisors of the number of processes."),
+    ] = None,
     unit: Annotated[
         list[str] | None,
-        typer.Option(help="Name of a submodule (blocks.0), or a class, in MODULE or as MODULE:CLASS; may be repeated."),
+        typer.Option(
+            help="Unit: the name of a submodule (such as blocks.0), or a class, as CLASS (of MODULE) or "
+            "OTHER_MODULE:CLASS; may be repeated."
+        ),
     ] = None,
     accumulation: Annotated[str, typer.Option(help="sharded, full or local.")] = "sharded",
-    tolerance: Annotated[float | None, typer.Option(help="Largest relative difference. Default: by precision.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative difference allowed. Default: depends on the compute dtype.")
+    ] = None,
     param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for all random numbers.")] = 0,
 ) -> None:
-    """Train a model unsharded and sharded for a few steps, and compare gradients and weights.
+    """Train a model for a few steps, unsharded and sharded, and compare gradients and weights.
 
     Exit status: 0 if both runs agree, 1 if they differ or a run fails, 2 for wrong usage.
     """
@@ -103,7 +114,9 @@ def _verify(
 
 
 @app.command("inspect")
-def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")]) -> None:
+def _inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder written by layerzero.checkpoint.save.")],
+) -> None:
     """Verify the checksums of all files in a checkpoint, and list its tensors.
 
     Exit status: 0 if the checkpoint is intact, 1 if it is damaged or incomplete.
@@ -129,11 +142,14 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
 @app.command("export")
 def _export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A folder from layerzero.checkpoint.save or layerzero.megatron.save.")
+        Path,
+        typer.Argument(help="A checkpoint folder written by layerzero.checkpoint.save or layerzero.megatron.save."),
     ],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     dtype: Annotated[str | None, typer.Option(help="Cast to bf16, fp16 or fp32. Default: as saved.")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="Write the averages of the weights instead.")] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving averages of the weights (EMA) instead of the weights.")
+    ] = False,
 ) -> None:
     """Write the full model of a checkpoint as one safetensors file, in one process.
 
@@ -147,7 +163,11 @@ def _export(
 @app.command("import")
 def _import(
     files: Annotated[
-        list[Path], typer.Argument(help="Safetensors files, or their folder, and last the checkpoint to create.")
+        list[Path],
+        typer.Argument(
+            help="Safetensors files, or the folder that contains them, followed by the path of the checkpoint to "
+            "create."
+        ),
     ],
     dtype: Annotated[str | None, typer.Option(help="Cast to bf16, fp16 or fp32. Default: as stored.")] = None,
 ) -> None:

@@ -36,7 +36,9 @@ __all__ = ["add_commands"]
 _CLUSTER = "Cluster"
 _SIZES = "Sizes of the model"
 _SITES = "Training at several sites"
-_DEFAULTS = {field.name: field.default for field in fields(Cluster)} | {"between": "400 per accelerator, assumed"}
+_DEFAULTS = {field.name: field.default for field in fields(Cluster)} | {
+    "between": "400 per accelerator (an assumption)"
+}
 _PATIENCE = 2.0  # seconds before progress is shown
 _INTERVAL = 0.2  # seconds between two updates
 
@@ -57,29 +59,42 @@ def _plan(
         str | None,
         typer.Argument(metavar="MODEL", help="module:function that builds the model, or a Hugging Face config.json."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
-    hidden: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
-    vocab: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
-    heads: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=_SIZES)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.", rich_help_panel=_SIZES)] = None,
+    vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.", rich_help_panel=_SIZES)] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of attention heads.", rich_help_panel=_SIZES)] = None,
     ffn: Annotated[
         int,
         typer.Option(
-            help="Width of the feed-forward layers, which are gated. Default: 4 x hidden.",
+            help="Width of the (gated) feed-forward layers. Default: 4 x --hidden.",
             show_default=False,
             rich_help_panel=_SIZES,
         ),
     ] = 0,
-    kv_heads: Annotated[int, typer.Option(help="Default: heads.", show_default=False, rich_help_panel=_SIZES)] = 0,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            help="Number of key-value heads. Default: the value of --heads.", show_default=False, rich_help_panel=_SIZES
+        ),
+    ] = 0,
     experts: Annotated[int, typer.Option(help="Experts per layer.", rich_help_panel=_SIZES)] = 0,
     tied: Annotated[
         bool, typer.Option("--tied", help="The head shares the weight of the embedding.", rich_help_panel=_SIZES)
     ] = False,
-    cluster: Annotated[Path | None, typer.Option(help="YAML file with these fields.", rich_help_panel=_CLUSTER)] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with the fields of layerzero.planning.Cluster.", rich_help_panel=_CLUSTER),
+    ] = None,
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="Under torchrun: measure the current cluster.", rich_help_panel=_CLUSTER),
+        typer.Option(
+            "--probe", help="Measure the cluster on which torchrun runs this command.", rich_help_panel=_CLUSTER
+        ),
     ] = False,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", rich_help_panel=_CLUSTER)] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Number of nodes. Required without --cluster and --probe.", rich_help_panel=_CLUSTER),
+    ] = None,
     accelerators: Annotated[int | None, _cluster_option("accelerators", "Accelerators per node.")] = None,
     memory: Annotated[float | None, _cluster_option("memory", "GB per accelerator.")] = None,
     reserve: Annotated[
@@ -93,56 +108,78 @@ def _plan(
     host_memory: Annotated[float | None, _cluster_option("host_memory", "GB of host memory per node.")] = None,
     price: Annotated[float | None, _cluster_option("price", "Price of an accelerator per hour.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in a rank's micro-batch.")] = 4096,
-    sequence: Annotated[int | None, typer.Option(help="Tokens in one sequence. Default: --tokens.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens in one sequence. Default: the value of --tokens.")
+    ] = None,
     micro_batches: Annotated[
         list[int] | None,
         typer.Option(metavar="<int>", help="Micro-batches per step; may be repeated. Default: 1, 4, 16."),
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a step on all ranks. Determines the number of micro-batches.")
+        int | None, typer.Option(help="Tokens per step across all ranks; replaces --micro-batches.")
     ] = None,
     zero3_size: Annotated[
         list[int] | None,
-        typer.Option(metavar="<int>", help="S, ranks over which weights are sharded, to try; may be repeated."),
+        typer.Option(
+            metavar="<int>",
+            help="Number of ranks over which weights are sharded (S) to try; may be repeated. Default: divisors of the "
+            "number of ranks per node, and all ranks.",
+        ),
     ] = None,
     unit: Annotated[
         list[str] | None,
-        typer.Option(metavar="<str>", help="Name or class of a unit of MODULE:FUNCTION; may be repeated."),
+        typer.Option(metavar="<str>", help="Name or class of a unit, if MODEL is module:function; may be repeated."),
     ] = None,
     param_dtype: Annotated[str, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = "bf16",
     hop2_codec: Annotated[
         list[str] | None,
         typer.Option(
             metavar="<str>",
-            help="int8_blocks, int4_blocks or none, to try between nodes; may be repeated. Default: none.",
+            help="Codec to try for gradients between nodes: int8_blocks, int4_blocks or none; may be repeated. "
+            "Default: none.",
         ),
     ] = None,
     refresh_codec: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="<str>", help="lossless, int4_difference or none, on CPUs; may be repeated. Default: none."
+            metavar="<str>",
+            help="Codec to try for the refresh (only with device: cpu): lossless, int4_difference or none; may be "
+            "repeated. Default: none.",
         ),
     ] = None,
     replica_reduce_dtype: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="<str>", help="bf16, fp16, fp32 or none (the reduce dtype), to try in hop 2; may be repeated."
+            metavar="<str>",
+            help="Dtype to try for gradients in hop 2 (between nodes): bf16, fp16, fp32 or none (as in hop 1); may be "
+            "repeated. Default: none.",
         ),
     ] = None,
     accumulation_dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="<str>", help="bf16 or none, to try in accumulators; may be repeated. Default: none."),
+        typer.Option(
+            metavar="<str>",
+            help="Dtype to try for accumulated gradients: bf16 or none (fp32); may be repeated. Default: none.",
+        ),
     ] = None,
     recompute: Annotated[
-        bool, typer.Option(help="Recompute each block's forward during its backward (activation checkpointing).")
+        bool,
+        typer.Option(
+            help="Assume that each block's forward pass is recomputed in its backward pass (activation checkpointing)."
+        ),
     ] = True,
     activations: Annotated[
         float,
-        typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.", show_default=False),
+        typer.Option(
+            help="Size of the activations of one micro-batch, in GB. Default: estimated from the sizes of the model.",
+            show_default=False,
+        ),
     ] = 0.0,
     sites: Annotated[
         int | None,
-        typer.Option(help="Number of sites with --nodes nodes each, for layerzero.outer.", rich_help_panel=_SITES),
+        typer.Option(
+            help="Number of sites, trained with layerzero.outer. Each has --nodes nodes.", rich_help_panel=_SITES
+        ),
     ] = None,
     between_sites: Annotated[
         float | None,
@@ -154,13 +191,19 @@ def _plan(
     fragments: Annotated[
         int | None,
         typer.Option(
-            help="Parts of the model that are exchanged in turn. Default: 4, or fewer.",
+            help="Number of fragments of the model, which are exchanged in turn. Default: 4, or fewer for small "
+            "models.",
             rich_help_panel=_SITES,
         ),
     ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload", help="Try offloading for every combination, not only for those that do not fit otherwise."
+        ),
+    ] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
-    html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts to this HTML file.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Recommend settings for a model on a cluster, and estimate memory and speed.
@@ -268,7 +311,7 @@ def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by la
 def _simulate(
     file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")],
     cluster: Annotated[
-        Path | None, typer.Option(help="YAML file that describes the machine, as for plan.", rich_help_panel=_CLUSTER)
+        Path | None, typer.Option(help="YAML file that describes the cluster, as for plan.", rich_help_panel=_CLUSTER)
     ] = None,
     accelerators: Annotated[
         int | None,
@@ -278,12 +321,14 @@ def _simulate(
     inside: Annotated[float | None, _INSIDE] = None,
     between_latency: Annotated[
         float | None,
-        _cluster_option("between_latency", "Microseconds of latency per step of a collective between nodes."),
+        _cluster_option("between_latency", "Latency between nodes, in microseconds."),
     ] = None,
-    inside_latency: Annotated[float | None, _cluster_option("inside_latency", "The same inside a node.")] = None,
+    inside_latency: Annotated[
+        float | None, _cluster_option("inside_latency", "Latency inside a node, in microseconds.")
+    ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Simulate the schedule of a trace on a machine with other link speeds.
+    """Simulate the schedule of a trace on a cluster with other link speeds.
 
     Computations keep their recorded durations.
     """

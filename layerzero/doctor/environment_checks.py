@@ -120,7 +120,7 @@ def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: S
                 "set, without known problems: " + ", ".join(f"{name}={environment[name]}" for name in others),
             )
         )
-    return findings or [Finding(_GROUP, "ok", "no variables of NCCL, CUDA or torch.distributed are set")]
+    return findings or [Finding(_GROUP, "ok", "no NCCL, CUDA or torch.distributed variables are set")]
 
 
 def _from_warning(group: str, warning: str | None) -> list[Finding]:
@@ -176,7 +176,7 @@ def check_launch(environment: Mapping[str, str]) -> list[Finding]:
     world, local = (whole_number(environment, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not world:
         if "WORLD_SIZE" not in environment:
-            return [Finding(_LAUNCH, "ok", "one process; ranks and links are checked if torchrun starts this command")]
+            return [Finding(_LAUNCH, "ok", "one process; to check ranks and links, start this command with torchrun")]
         text = f"WORLD_SIZE={environment['WORLD_SIZE']} is not a number of ranks"
         return [Finding(_LAUNCH, "problem", text, "Start the program with torchrun")]
     findings = []

@@ -27,7 +27,7 @@ from layerzero.doctor.environment_checks import (
 )
 from layerzero.doctor.findings import Finding, Level
 from layerzero.utils.machine import available_memory
-from layerzero.utils.text_tables import size_text
+from layerzero.utils.text_tables import si_text, size_text
 
 __all__ = [
     "TESTED_PYTHON",
@@ -116,7 +116,7 @@ def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bo
         fix = f"Check CUDA_VISIBLE_DEVICES, and with nvidia-smi that the driver supports CUDA {cuda}"
         return [Finding(_DEVICES, "problem", text, fix)]
     if kind == "cpu":
-        return [Finding(_DEVICES, "ok", "no accelerator; models compute on the CPU")]
+        return [Finding(_DEVICES, "ok", "no accelerator; models run on the CPU")]
     unique_names = ", ".join(dict.fromkeys(names))
     if 1 < len(names) < ranks:
         text = f"{ranks} ranks on this node, but only {len(names)} {kind} devices ({unique_names})"
@@ -165,9 +165,9 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     if kind != "cpu" or math.isinf(available):
         return findings
     text = (
-        f"{size_text(available)} of memory available. With bf16 weights and AdamW, the ranks of a node need 6 bytes "
-        "per parameter, plus 12 bytes divided by the number of nodes, plus activations. A model on one node may have "
-        f"at most {available / 18e9:.3g}e9 parameters"
+        f"{size_text(available)} of memory available. With bf16 weights and AdamW, the ranks of a node together need "
+        "6 bytes per parameter, plus 12 bytes per parameter divided by the number of nodes, plus activations. Without "
+        f"activations, a model of up to {si_text(available / 18)} parameters fits on one node"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]
 
@@ -188,7 +188,9 @@ def check_file_limit(limit: int, world: int, local: int) -> Finding:
         text = f"a process may open {limit_text} files, but gloo connects a rank with more than {needed:,} sockets"
         return Finding(_MEMORY, "problem", text, "Run ulimit -n 65536, or raise the limit of the job")
     return Finding(
-        _MEMORY, "ok", f"open files per process: {limit_text}" + f", gloo needs {needed:,} or more" * (world > 1)
+        _MEMORY,
+        "ok",
+        f"limit of open files per process: {limit_text}" + f", gloo needs {needed:,} or more" * (world > 1),
     )
 
 
@@ -204,7 +206,7 @@ def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
         text = f"a process may lock only {limit_text} of memory, which NCCL needs for the adapters {', '.join(rdma)}"
         fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
         return Finding(_MEMORY, "problem", text, fix)
-    return Finding(_MEMORY, "ok", f"locked memory per process: {limit_text}")
+    return Finding(_MEMORY, "ok", f"limit of locked memory per process: {limit_text}")
 
 
 def _list_folder(folder: Path) -> list[Path]:

@@ -137,11 +137,11 @@ def check_speeds(result: ProbeResult) -> list[Finding]:
     findings, cluster = [], result.cluster
     if "inside" in result.measured:
         latency = seconds_text(1e-6 * cluster.inside_latency)
-        text = f"inside a node: {size_text(1e9 * cluster.inside)}/s per rank, {latency} per step of a collective"
+        text = f"inside a node: {size_text(1e9 * cluster.inside)}/s per rank, latency {latency}"
         findings.append(Finding(_GROUP, "ok", text))
     if "between" in result.measured:
         latency = seconds_text(1e-6 * cluster.between_latency)
-        text = f"between nodes: {size_text(1e9 * cluster.node_link / 8)}/s per node, {latency} per step of a collective"
+        text = f"between nodes: {size_text(1e9 * cluster.node_link / 8)}/s per node, latency {latency}"
         findings.append(Finding(_GROUP, "ok", text))
     if {"inside", "between"} <= set(result.measured) and cluster.node_link / 8 / cluster.accelerators > cluster.inside:
         text = "a rank sends faster between nodes than inside its node, so sharing weights inside a node saves no time"

@@ -265,7 +265,7 @@ def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mist
         for call in (call for statement in node.body for call in _calls(statement)):
             full = _full_name(call.func, names)
             if full in _ALL_RANKS - elsewhere:
-                text = f"{full} runs under `if {ast.unparse(node.test)}:`, and it waits for the other ranks"
+                text = f"{full} is called under `if {ast.unparse(node.test)}:`, but it waits for the other ranks"
                 yield Mistake(call.lineno, text, "Call it on all ranks, and keep only prints and writes under the if")
 
 

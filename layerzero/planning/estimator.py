@@ -214,7 +214,7 @@ class Estimate:
 _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
     ("the fewest micro-batches", lambda row: row.choice.micro_batches),
     (
-        "the fewest offloads",
+        "the fewest kinds of offloading",
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
@@ -240,7 +240,7 @@ def choice_text(rows: Iterable[Estimate]) -> str:
     """
     left = _fast_rows(rows)
     if len(left) == 1:
-        return f"No other settings that fit are within {ALIKE_TEXT} of its throughput."
+        return f"No other combination that fits is within {ALIKE_TEXT} of its throughput."
     fast, decisive = len(left), []
     for text, value in _CRITERIA:
         smallest = min(map(value, left))
@@ -249,8 +249,8 @@ def choice_text(rows: Iterable[Estimate]) -> str:
             decisive.append(text)
         left = preferred
     return (
-        f"Of the {fast} settings that fit and are within {ALIKE_TEXT} of the highest throughput, the planner prefers "
-        f"{', then '.join(decisive) or 'the fastest'}."
+        f"Of the {fast} combinations that fit and are within {ALIKE_TEXT} of the highest throughput, the planner "
+        f"prefers {'the one with ' if decisive else ''}{', then '.join(decisive) or 'the fastest'}."
     )
 
 

@@ -101,16 +101,17 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     sections = [
         ("Peak memory of an accelerator", memory),
         (
-            f"A step of {_row_name(row)}",
+            f"A step with {settings_text(row.choice)}",
             f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. Gather: the '
-            "ranks of a ZeRO-3 group collect the weights of the next unit. Hop 1: these ranks reduce-scatter "
-            "gradients. Hop 2: ranks with the same shard reduce-scatter gradients between nodes. "
-            "Refresh: they all-gather the updated weights; the refresh at the left belongs to the previous step. "
+            "ranks of a ZeRO-3 group, over which the weights are sharded, all-gather the weights of the next unit. Hop "
+            "1: the same ranks reduce-scatter gradients. Hop 2: ranks with the same shard reduce-scatter gradients "
+            "between groups. Refresh: ranks with the same shard all-gather the updated weights; the refresh on the "
+            "left belongs to the previous step. "
             f"{escape(waits)}.</p>",
         ),
         (
             "Time per micro-batch by number of nodes",
-            f'{times}<p class="note">On many ranks, shards of small units are padded, because a shard is at least '
+            f'{times}<p class="note">With many ranks, shards of small units are padded, because a shard is at least '
             "as large as one row. The times of layerzero include this padding; the other schemes are modeled without "
             "it.</p>",
         ),
@@ -122,7 +123,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
         sections.append(("Recommended settings to copy", snippets))
     omitted = (
-        f"Of the {len(plan.rows)} settings of layerzero that were tried, the table shows {shown_text(plan, rows)}. "
+        f"Of the {len(plan.rows)} combinations of layerzero settings that were tried, the table shows "
+        f"{shown_text(plan, rows)}. "
         "<code>layerzero plan --all</code> prints all of them. "
         if len(rows) < len(plan.rows)
         else ""
@@ -141,9 +143,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
         f'<p class="note">{omitted}{COLUMNS_TEXT} Memory is computed with the formulas that '
-        "<code>layerzero.memory</code> uses in a run. Activations are estimated, unless you passed their size. Times "
-        "of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
-        f'<pre class="table">{escape(links[0].upper() + links[1:])}</pre>' if (links := links_text(plan)) else "",
+        "<code>layerzero.memory</code> uses during a run. Activations are estimated, unless you passed their size. The "
+        "times of FSDP2, HSDP, HFSDP and ZeRO-1 come from simulated schedules of these schemes.</p>",
+        f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
@@ -175,7 +177,7 @@ def _answer_sentence(plan: Plan) -> str:
     fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
         return f"{sentence}; no other scheme fits with {count_text(count, 'micro-batch')}."
-    change = f"{abs(fastest.step / best.step - 1):.1%} {'less' if fastest.step < best.step else 'more'}"
+    change = f"{abs(fastest.step / best.step - 1):.1%} {'less' if fastest.step < best.step else 'longer'}"
     other = f"{_scheme_name(fastest.choice)} with {reduce_text(fastest.choice)} gradients"
     return (
         f"{sentence}; the fastest other scheme that fits, {other}, takes {seconds_text(fastest.step)} ({change}) and "

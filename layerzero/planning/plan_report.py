@@ -6,6 +6,7 @@ The text contains tables, the recommendation, the recommended call and the YAML 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,12 +57,29 @@ HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
 )  # fmt: skip
+# Text of the parts of a step. The text of other parts is "waiting for" and their name.
+_PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "update": "optimizer",
+    "launch": "launching collectives",
+    "contention": "contention",
+    "hop1": "waiting for hop 1",
+    "hop2": "waiting for hop 2",
+    "fetch": "waiting for copies from host memory",  # weights or accumulators
+    "up": "waiting for copies from host memory",  # masters
+    "store": "waiting for copies to host memory",  # weights or accumulators
+    "down": "waiting for copies to host memory",  # final gradients
+}
 COLUMNS_TEXT = (
-    "S: number of ranks over which weights are sharded; reduce: dtype of gradients in hop 1; after slashes, the dtype "
-    "or codec of hop 2 and the codec of the refresh, if set; A: micro-batches per step; peak: maximum in a step, "
-    "including activations if known; room: free memory of the accelerator, excluding the reserve; host: host memory "
-    "per rank; zero3, replica: bytes that a rank sends per step inside its ZeRO-3 group and to other replicas; "
-    "between: bytes that a rank sends to other nodes. Times are simulated, not measured."
+    "S: number of ranks in a ZeRO-3 group, over which weights are sharded; reduce: dtype of gradients in hop 1 "
+    "(reduction inside a ZeRO-3 group), followed after slashes, if they are set, by the dtype or codec of hop 2 "
+    "(reduction across the groups) and the codec of the refresh (copy of updated weights to all groups); A: "
+    "micro-batches per step; peak: maximum memory use during a step, including activations if their size is known; "
+    "room: memory that remains free, not counting the reserve; host: host memory used per rank; zero3, replica: bytes "
+    "that a rank sends per step inside its ZeRO-3 group and to the other groups, its replicas; between: bytes that a "
+    "rank sends per step to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed "
+    "optimizer. Memory is computed, and times are simulated. Neither is measured."
 )
 
 
@@ -231,13 +249,13 @@ class Plan:
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
             speeds_text(self),
             *([_ONE_UNIT] if self.units == 1 else ()),
-            f"{fitting} of {len(self.rows)} settings fit into {size_text(cluster.room)} "
-            f"({cluster.memory:.4g} GB without the reserve of {cluster.reserve:.4g} GB)"
+            f"{fitting} of {len(self.rows)} combinations of settings fit into {size_text(cluster.room)} "
+            f"({cluster.memory:.4g} GB minus a reserve of {cluster.reserve:.4g} GB)"
             + ("" if every_row else f"; {shown_text(self, rows)}:"),
             "",
             table(HEADER, [row_cells(row) for row in rows]),
             "",
-            "other schemes (memory from formulas, step times simulated):",
+            "other schemes:",
             table(HEADER, [row_cells(row) for row in self.other_schemes]),
             "",
             *([links, ""] if (links := links_text(self)) else ()),
@@ -250,7 +268,7 @@ class Plan:
         lines += [self.why]
         if best is not None:
             lines += ["", call_text(self), "", yaml_text(self).rstrip()]
-        lines += ["", *textwrap.wrap(COLUMNS_TEXT, 110)]
+        lines += ["", *textwrap.wrap(COLUMNS_TEXT, 110, break_on_hyphens=False)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -334,7 +352,7 @@ def shown_text(plan: Plan, rows: Sequence[Estimate]) -> str:
     if plan.best is None:
         return f"the {len(rows)} closest"
     if len(rows) > 1 and rows[0].tokens < rows[1].tokens:
-        return f"the recommended settings and the {len(rows) - 1} fastest"
+        return f"the recommended one and the {len(rows) - 1} fastest"
     return f"the {len(rows)} fastest"
 
 
@@ -348,7 +366,7 @@ def links_text(plan: Plan) -> str:
         return ""
     rows = [row for link in plan.links for row in link.rows.values() if row is not None]
     if not rows:
-        return "no scheme fits at any link"
+        return "No scheme fits at any link speed"
     lines = []
     for link in plan.links:
         row = link.rows[LAYERZERO]
@@ -357,8 +375,8 @@ def links_text(plan: Plan) -> str:
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
-        f"step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step and the settings of "
-        "each scheme that the planner prefers. The last\ncolumn compares the throughput of layerzero with that of the "
+        f"Step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step and, for each scheme, "
+        "the settings that the planner prefers.\nThe last column compares the throughput of layerzero with that of the "
         f"fastest other scheme; differences of up to {ALIKE_TEXT} are ties:"
     )
     return f"{title}\n{table(('Gbit/s', 'layerzero with', *plan.links[0].rows, 'difference'), lines)}"
@@ -398,7 +416,7 @@ def speeds_text(plan: Plan) -> str:
     cluster = plan.cluster
     return (
         f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
-        f"{plan.estimator.compute_cost.tokens:,} tokens per micro-batch and accelerator"
+        f"{plan.estimator.compute_cost.tokens:,} tokens in each accelerator's micro-batch"
         + ("" if plan.estimator.compute_cost.activation_bytes else "; activations are unknown and not counted")
     )
 
@@ -413,15 +431,11 @@ def _kinds_text(row: Estimate) -> str:
 
 def parts_text(row: Estimate) -> str:
     """Return a line of text with the step time and its components, longest first."""
-    named = {
-        "forward": "forward",
-        "backward": "backward",
-        "update": "optimizer",
-        "launch": "launching collectives",
-        "contention": "contention",
-    }
-    parts = sorted(row.parts.items(), key=lambda part: -part[1])
-    texts = [f"{named.get(name, f'waiting for {name}')} {seconds_text(value)}" for name, value in parts if value > 1e-6]
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for name, value in row.parts.items():
+        seconds[_PARTS.get(name, f"waiting for {name}")] += value
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    texts = [f"{name} {seconds_text(value)}" for name, value in parts if value > 1e-6]
     return f"a step of {seconds_text(row.step)}: " + ", ".join(texts)
 
 
@@ -474,9 +488,11 @@ def call_text(plan: Plan) -> str:
     lines = [f"    {name}={value}," for name, value in settings.items()]
     return "\n".join(
         [
+            "from torch.distributed.fsdp import MixedPrecisionPolicy",
+            "",
             "model = layerzero.shard_model(",
             "    model,",
-            f"    units={_units(plan, yaml=False)},",
+            f"    units={_units(plan, yaml=False)},{_placeholder_comment(plan)}",
             f"    mp_policy=MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce}),",
             *lines,
             ")",
@@ -493,9 +509,18 @@ def yaml_text(plan: Plan) -> str:
     assert plan.best is not None
     param, reduce = DTYPE_TEXTS[plan.estimator.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
-    lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
+    lines = [f"units: {_units(plan, yaml=True)}{_placeholder_comment(plan)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
     return "\n".join(["# layerzero.yaml", *lines]) + "\n"
+
+
+def _placeholder_comment(plan: Plan) -> str:
+    """Return a comment that tells what to replace, if ``units`` contains placeholders."""
+    units, unit_text = plan.estimator.units, plan.estimator.unit_text
+    if unit_text in ("", "auto"):
+        return ""
+    added_names = ", and the names of its embedding and head" if isinstance(units, Sequence) and len(units) > 1 else ""
+    return f"  # replace with the class of your model's blocks{added_names}"
 
 
 def _units(plan: Plan, *, yaml: bool) -> str:
@@ -516,9 +541,7 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         return "null  # the units that you passed" if yaml else "your_units"
     names = [unit if isinstance(unit, str) else unit_text or unit.__name__ for unit in named]
     if yaml:
-        added_names = ", and the names of its embedding and head" if len(names) > 1 else ""
-        comment = f"  # replace with the class of your model's blocks{added_names}" if unit_text else ""
-        return f"[{', '.join(names)}]{comment}"
+        return f"[{', '.join(names)}]"
     quoted = [
         f'"{name}"' if unit_text or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)
     ]

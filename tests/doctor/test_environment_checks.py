@@ -54,7 +54,7 @@ def test_a_variable_is_judged_by_its_value_and_the_device(name: str, value: str,
 
 def test_without_variables_one_line_says_so() -> None:
     (found,) = check_variables({"HOME": "/"}, "cuda")
-    assert found.level == "ok" and found.text.startswith("no variables")
+    assert found.level == "ok" and found.text.startswith("no NCCL, CUDA")
 
 
 def test_disabled_infiniband_is_a_problem_where_there_is_an_adapter() -> None:

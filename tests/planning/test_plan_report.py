@@ -147,7 +147,10 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
     tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
     page = report_html(tight, nodes=(1,))
     shown = re.findall(r"<tr.*?</tr>", page)[1:9]
-    assert f"Of the {len(tight.rows)} settings of layerzero that were tried, the table shows the 8 closest. " in page
+    assert (
+        f"Of the {len(tight.rows)} combinations of layerzero settings that were tried, the table shows the 8 closest. "
+        in page
+    )
     closest = tight.rows[:8]
     without_host = plan(SIZES, dataclasses.replace(tight.cluster, host_memory=0.01), micro_batches=[1], offload=True)
     assert len(without_host.rows) > len({max(row.excess, row.host_excess) for row in without_host.rows}), "ties"
@@ -163,9 +166,12 @@ def test_the_recommended_row_is_shown_even_if_it_is_not_among_the_fastest(found:
     assert found.best in fitting[:12] and "; the 12 fastest:" in str(found) and fitting[-1].tokens < fitting[0].tokens
     slow = dataclasses.replace(found, best=fitting[-1])
     assert shown_rows(slow) == [fitting[-1], *fitting[:11]]
-    assert "; the recommended settings and the 11 fastest:" in str(slow)
+    assert "; the recommended one and the 11 fastest:" in str(slow)
     page = report_html(slow, nodes=(2,))
-    assert f"Of the {len(found.rows)} settings of layerzero that were tried, the table shows the recommended " in page
+    assert (
+        f"Of the {len(found.rows)} combinations of layerzero settings that were tried, the table shows the recommended "
+        in page
+    )
     assert re.findall(r"<tr.*?</tr>", page)[1].startswith('<tr class="best">')
     (own,) = (link for link in slow.links if link.between == found.cluster.node_link)
     assert own.rows["layerzero"] == fitting[-1]
@@ -185,7 +191,7 @@ def test_a_model_in_one_unit_is_noted(found: Plan) -> None:
     whole = plan(lambda: torch.nn.Linear(64, 64), Cluster(nodes=2, accelerators=2), micro_batches=[1])
     assert whole.units == 1 and "in 1 unit, the root; " in str(whole)
     assert "the whole model is one unit" in str(whole) and "the whole model is one unit" not in str(found)
-    assert " fit into 76.0 GB (80 GB without the reserve of 4 GB); the " in str(whole)
+    assert " fit into 76.0 GB (80 GB minus a reserve of 4 GB); the " in str(whole)
 
 
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
@@ -229,7 +235,7 @@ def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     memory = f"{size_text(best.peak)} of {size_text(found.cluster.room)}"
     assert f", and peak memory is {memory}; no other scheme fits with {counts}" in answer
     slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
-    assert "(900.0% more)" in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
+    assert "(900.0% longer)" in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
     fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
     assert "(50.0% less)" in _answer(report_html(dataclasses.replace(found, other_schemes=fast), nodes=(2,)))
 
@@ -302,7 +308,7 @@ def test_the_walk_is_what_the_command_says() -> None:
 
 def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
     text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    section = text[text.index("## When another scheme is better") : text.index("## Compare on your own model")]
+    section = text[text.index("## When another scheme is better") : text.index("## Compare schemes on your own model")]
     commands = dict(re.findall(r"^# (.*)\nlayerzero (plan .*)$", section, re.MULTILINE))
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [A-Zl]", line)]
     assert {command for *_, command in rows} == commands.keys() and len(rows) == 6
@@ -317,8 +323,9 @@ def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
 
 def test_the_docs_have_the_rule_of_the_recommendation() -> None:
     text = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
-    criteria = ", then ".join(text for text, _ in _CRITERIA)
-    assert f"within {ALIKE_TEXT} of the highest throughput, the planner prefers {criteria}." in text
+    *criteria, last = (text.removeprefix("the ") for text, _ in _CRITERIA)
+    rule = f"the planner chooses by these criteria, in this order: {', '.join(criteria)}, and {last}."
+    assert f"within {ALIKE_TEXT} of the highest throughput, {rule}" in text
 
 
 def test_the_assumed_times_of_codecs_are_those_that_were_measured() -> None:
@@ -352,7 +359,8 @@ def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
     (command,) = re.findall(r"```bash\nlayerzero (plan .*?)```", section, flags=re.DOTALL)
     said = CliRunner().invoke(app, [*shlex.split(command.replace("\\\n", "")), "--all"]).stdout
     told = re.search(
-        r"takes ([\d.]+ s) with\n`int4_blocks`, ([\d.]+ s) with `int8_blocks` and ([\d.]+ s) without", section
+        r"takes ([\d.]+ s)\s+with\s+`int4_blocks`,\s+([\d.]+ s)\s+with\s+`int8_blocks`\s+and\s+([\d.]+ s)\s+without",
+        section,
     )
     assert told is not None
     for codec, step in zip(("/int4_blocks", "/int8_blocks", ""), told.groups(), strict=True):
@@ -435,7 +443,7 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
     assert found["cluster"]["between"] == 1600 and found["cluster"]["between_assumed"] is True
     assert found["why"] in text and found["call"] in text and found["yaml"].strip() in text
     assert found["recommended"] in found["rows"] and found["price_per_day"] == 24 * 2 * 16
-    table = next(each for each in tables if each.startswith("step time and tokens/s by link speed"))
+    table = next(each for each in tables if each.startswith("Step time and tokens/s by link speed"))
     links = table[table.index("\nGbit/s ") :].splitlines()[2:]
     assert [each["between"] for each in found["links"]] == [200, 800, 1600]
     for each, line in zip(found["links"], links, strict=True):

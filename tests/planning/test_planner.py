@@ -503,7 +503,7 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
     simple = replace(row, choice=Candidate("layerzero", 8), simulated=lambda: StepCost(1.0, {}, {}, 0.0))
     values = [
         ("the fewest micro-batches", {"micro_batches": 2}),
-        ("the fewest offloads", {"offload_grads": True}),
+        ("the fewest kinds of offloading", {"offload_grads": True}),
         ("the fewest codecs", {"hop2_codec": "int8_blocks"}),
         ("fp32 gradients", {"replica_reduce_dtype": torch.bfloat16}),
         ("weights sharded within a node", {"zero3_size": 16}),
@@ -513,13 +513,13 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
     rule = f"{', then '.join(text for text, _ in values)}, then the least memory."
     assert rule == f"{', then '.join(text for text, _ in _CRITERIA)}."
     assert choice_text([simple, *worse[:-1]]) == (
-        "Of the 6 settings that fit and are within 3% of the highest throughput, the planner prefers "
+        "Of the 6 combinations that fit and are within 3% of the highest throughput, the planner prefers the one with "
         f"{', then '.join(text for text, _ in values[:-1])}."
     )
-    assert choice_text([simple, worse[2]]).endswith("the planner prefers the fewest codecs.")
+    assert choice_text([simple, worse[2]]).endswith("the planner prefers the one with the fewest codecs.")
     assert choice_text([simple, simple]).endswith("the planner prefers the fastest."), "rows are sorted by throughput"
     slow = replace(simple, simulated=lambda: StepCost(1.1, {}, {}, 0.0))
-    assert choice_text([simple, slow]) == "No other settings that fit are within 3% of its throughput."
+    assert choice_text([simple, slow]) == "No other combination that fits is within 3% of its throughput."
     assert choice_text(found.rows) in found.why
     local = replace(worse[-1], peak=simple.peak - 1)
     twice = [

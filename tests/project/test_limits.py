@@ -439,7 +439,7 @@ COVERED: dict[str, tuple[str, ...]] = {
 NOT_HERE = {
     "Reading `weight.main_grad` in the backward": "no kernel that reads main_grad in its backward runs on a CPU",
     "`layerzero.memory` predicts the memory of a step": "says what is not predicted; tests compare what is",
-    "`torch.autocast` keeps cast copies": "the casts are in a cache of torch's own, which nothing outside can look into",
+    "`torch.autocast` keeps cast copies": "the copies are in a cache of torch's own, which nothing else can look into",
     "Pinned host memory": "torch's allocator of pinned memory needs a device",
     "torch 2.14 gathers rows for `any()`": "true of another torch than the one that runs the tests",
     "torch 2.11 cannot move memory": "true of another torch than the one that runs the tests",
