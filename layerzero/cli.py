@@ -74,7 +74,8 @@ def _verify(
 ) -> None:
     """Train a model for a few steps, unsharded and sharded, and compare gradients and weights.
 
-    Exit status: 0 if both runs agree, 1 if they differ or a run fails, 2 for wrong usage.
+    Exit status: 0 if every sharded run matches the unsharded run within the tolerance, 1 if one differs or fails, 2 for
+    usage errors.
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())

@@ -31,7 +31,7 @@ def _doctor(
 ) -> None:
     """Find problems in the environment before training: versions, variables, limits, packages, ranks and links.
 
-    Exit status: 0 if there is no problem, 1 if there is a problem, 2 for wrong usage.
+    Exit status: 0 if there is no problem, 1 if there is a problem, 2 for usage errors.
     """
     package = Path(layerzero.__file__).parent
     folder = (script.parent if script else Path()).resolve()

@@ -93,7 +93,7 @@ def _plan(
     ] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(help="Number of nodes. Required without --cluster and --probe.", rich_help_panel=_CLUSTER),
+        typer.Option(help="Number of nodes. Required unless --cluster or --probe is passed.", rich_help_panel=_CLUSTER),
     ] = None,
     accelerators: Annotated[int | None, _cluster_option("accelerators", "Accelerators per node.")] = None,
     memory: Annotated[float | None, _cluster_option("memory", "GB per accelerator.")] = None,
@@ -122,8 +122,8 @@ def _plan(
         list[int] | None,
         typer.Option(
             metavar="<int>",
-            help="Number of ranks over which weights are sharded (S) to try; may be repeated. Default: divisors of the "
-            "number of ranks per node, and all ranks.",
+            help="Value of S to try, the number of ranks over which weights are sharded; may be repeated. Default: "
+            "every divisor of the number of ranks per node, and the total number of ranks.",
         ),
     ] = None,
     unit: Annotated[
@@ -178,7 +178,7 @@ def _plan(
     sites: Annotated[
         int | None,
         typer.Option(
-            help="Number of sites, trained with layerzero.outer. Each has --nodes nodes.", rich_help_panel=_SITES
+            help="Number of sites with --nodes nodes each. layerzero.outer trains across them.", rich_help_panel=_SITES
         ),
     ] = None,
     between_sites: Annotated[
@@ -210,7 +210,7 @@ def _plan(
 
     The command needs neither the cluster nor memory for the model.
 
-    Exit status: 0 if any settings fit, 1 if none fit, 2 for wrong usage.
+    Exit status: 0 if any settings fit, 1 if none fit, 2 for usage errors.
     """
     cluster_fields = {
         "nodes": nodes,

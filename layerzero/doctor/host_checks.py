@@ -153,7 +153,7 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
         available: number of bytes that this machine or container may still allocate.
         kind: type of the accelerator, or ``"cpu"``.
     """
-    users = "NCCL, data loader workers and checkpoint.Buddies"
+    users = "NCCL, data loader workers and in-memory snapshots (checkpoint.Buddies)"
     if shm is None:
         findings = [Finding(_MEMORY, "note", f"/dev/shm does not exist: {users} need it")]
     elif shm[0] < _SMALL_SHM:
@@ -165,9 +165,10 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     if kind != "cpu" or math.isinf(available):
         return findings
     text = (
-        f"{size_text(available)} of memory available. With bf16 weights and AdamW, the ranks of a node together need "
-        "6 bytes per parameter, plus 12 bytes per parameter divided by the number of nodes, plus activations. Without "
-        f"activations, a model of up to {si_text(available / 18)} parameters fits on one node"
+        f"{size_text(available)} of memory available. With several ranks per node, bf16 weights and AdamW, the ranks "
+        "of a node together need 6 bytes per parameter, plus 12 bytes per parameter divided by the number of nodes, "
+        f"plus activations. Not counting activations, a model of up to {si_text(available / 18)} parameters fits on "
+        "one node"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]
 

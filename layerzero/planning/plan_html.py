@@ -142,9 +142,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        f'<p class="note">{omitted}{COLUMNS_TEXT} Memory is computed with the formulas that '
-        "<code>layerzero.memory</code> uses during a run. Activations are estimated, unless you passed their size. The "
-        "times of FSDP2, HSDP, HFSDP and ZeRO-1 come from simulated schedules of these schemes.</p>",
+        f'<p class="note">{omitted}{COLUMNS_TEXT} The formulas for memory are those '
+        "that <code>layerzero.memory</code> uses during a run. Activations are estimated, unless you passed their "
+        "size. The times of FSDP2, HSDP, HFSDP and ZeRO-1 come from simulated schedules of these schemes.</p>",
         f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (

@@ -79,7 +79,7 @@ COLUMNS_TEXT = (
     "room: memory that remains free, not counting the reserve; host: host memory used per rank; zero3, replica: bytes "
     "that a rank sends per step inside its ZeRO-3 group and to the other groups, its replicas; between: bytes that a "
     "rank sends per step to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed "
-    "optimizer. Memory is computed, and times are simulated. Neither is measured."
+    "optimizer. Memory is computed, and times are simulated; neither is measured."
 )
 
 
@@ -379,7 +379,7 @@ def links_text(plan: Plan) -> str:
         "the settings that the planner prefers.\nThe last column compares the throughput of layerzero with that of the "
         f"fastest other scheme; differences of up to {ALIKE_TEXT} are ties:"
     )
-    return f"{title}\n{table(('Gbit/s', 'layerzero with', *plan.links[0].rows, 'difference'), lines)}"
+    return f"{title}\n{table(('Gbit/s', 'layerzero settings', *plan.links[0].rows, 'difference'), lines)}"
 
 
 def short_settings(choice: Candidate) -> str:

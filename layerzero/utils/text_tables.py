@@ -39,7 +39,7 @@ def si_text(number: float) -> str:
 def seconds_text(value: float) -> str:
     if value >= 1 or value == 0:
         return f"{value:.2f} s"
-    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
 def _with_unit(number: float, unit: str) -> str:

@@ -489,14 +489,15 @@ def test_the_progress_of_a_report_does_not_mix_with_other_output(tmp_path: Path)
     sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
     own, other = pty.openpty()
     command = [sys.executable, "-c", IMPATIENT, "plan", *sizes, "--html", str(tmp_path / "report.html")]
-    subprocess.run(command, stdout=other, stderr=other, cwd=ROOT, check=True, timeout=120)
-    os.close(other)
-    said = b"".join(iter(lambda: _read(own), b"")).decode().replace("\r\n", "\n")
+    with subprocess.Popen(command, stdout=other, stderr=other, cwd=ROOT) as process:
+        os.close(other)
+        said = b"".join(iter(lambda: _read(own), b"")).decode().replace("\r\n", "\n")  # while it writes
     os.close(own)
+    assert process.returncode == 0
     shown = re.sub(r"(\rlayerzero: \d+ estimates in \d+ s)+\r\x1b\[K", "<progress>", said)
     plan_text, report, rest = shown.removeprefix("<progress>").partition("<progress>\nwritten: ")
     assert shown.startswith("<progress>") and report
-    assert " ".join(plan_text.split()).endswith("Times are simulated, not measured.")
+    assert " ".join(plan_text.split()).endswith("times are simulated; neither is measured.")
     assert "estimates in" not in plan_text + rest and "\x1b" not in plan_text + rest
 
 
@@ -592,7 +593,7 @@ def test_reports_are_tables_with_units_and_traces_are_read_by_commands(tmp_path:
     assert re.search(r"^backward +the root +2 ", done.stdout, re.MULTILINE)
     slow, fast = (run(tmp_path, "simulate", "rank0.json", "--between", gbit).stdout for gbit in ("0.001", "25"))
     times = [re.search(r"simulated: 2 steps in ([\d.]+) (\w+)", each) for each in (slow, fast)]
-    seconds = [float(each[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[each[2]] for each in times if each is not None]
+    seconds = [float(each[1]) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[each[2]] for each in times if each is not None]
     assert len(seconds) == 2 and seconds[0] > seconds[1]
     assert re.search(r"^hop2 +\d+ +[\d.]+ .?B", fast, re.MULTILINE)
     assert "nodes of 2 accelerators, 25 Gbit/s per node\n" in fast

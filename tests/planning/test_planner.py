@@ -849,6 +849,6 @@ def test_numbers_have_units_for_people() -> None:
     assert [size_text(n) for n in (0, 999, 1000, 1_240_000, 999_600, 5e13)] == [
         "0 B", "999 B", "1.00 kB", "1.24 MB", "1.00 MB", "50.0 TB",
     ]  # fmt: skip
-    assert [seconds_text(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 us"]
+    assert [seconds_text(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 µs"]
     assert si_text(12_345) == "12.3 k"
     assert table(("a", "bb"), [("x", "1"), ("yy", "22")]) == "a   bb\nx    1\nyy  22"

@@ -31,7 +31,7 @@ PROMPT = "$ torchrun "
 def _without_values(line: str) -> str:
     """Return a line with placeholders for numbers, their units and the name of the host."""
     line = re.sub(r"(?<=ranks 0-1 on )\S+", "HOST", line)
-    return re.sub(r"\d[\d.]*( [kMG]?B/s| [mu]?s\b| cores)?", "#", line)
+    return re.sub(r"\d[\d.]*( [kMG]?B/s| [mµ]?s\b| cores)?", "#", line)
 
 
 def test_the_output_on_the_page_is_that_of_the_command(tmp_path: Path) -> None:
