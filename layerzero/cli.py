@@ -62,20 +62,21 @@ def _verify(
         list[str] | None,
         typer.Option(
             help="Unit: the name of a submodule (such as blocks.0), or a class, as CLASS (of MODULE) or "
-            "OTHER_MODULE:CLASS; may be repeated."
+            "OTHER_MODULE:CLASS; may be repeated. Default: the full model is one unit."
         ),
     ] = None,
     accumulation: Annotated[str, typer.Option(help="sharded, full or local.")] = "sharded",
     tolerance: Annotated[
         float | None, typer.Option(help="Largest relative difference allowed. Default: depends on the compute dtype.")
     ] = None,
-    param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype: bf16, fp16 or fp32. Default: the dtype of the model.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed for all random numbers.")] = 0,
 ) -> None:
     """Train a model for a few steps, unsharded and sharded, and compare gradients and weights.
 
-    Exit status: 0 if every sharded run matches the unsharded run within the tolerance, 1 if one differs or fails, 2 for
-    usage errors.
+    Exit status: 0 if all sharded runs match the unsharded run, 1 if one differs or fails, 2 for usage errors.
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())

@@ -57,7 +57,11 @@ _JSON = typer.Option("--json", help="Print the result as one JSON object.")
 def _plan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="module:function that builds the model, or a Hugging Face config.json."),
+        typer.Argument(
+            metavar="MODEL",
+            help="module:function that builds the model, or a Hugging Face config.json or its folder. Omit it if you "
+            "pass the sizes of the model.",
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=_SIZES)] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.", rich_help_panel=_SIZES)] = None,
@@ -135,7 +139,7 @@ def _plan(
         list[str] | None,
         typer.Option(
             metavar="<str>",
-            help="Codec to try for gradients between nodes: int8_blocks, int4_blocks or none; may be repeated. "
+            help="Codec to try for gradients between ZeRO-3 groups: int8_blocks, int4_blocks or none; may be repeated. "
             "Default: none.",
         ),
     ] = None,
@@ -151,8 +155,8 @@ def _plan(
         list[str] | None,
         typer.Option(
             metavar="<str>",
-            help="Dtype to try for gradients in hop 2 (between nodes): bf16, fp16, fp32 or none (as in hop 1); may be "
-            "repeated. Default: none.",
+            help="Dtype to try for gradients in hop 2 (between ZeRO-3 groups): bf16, fp16, fp32 or none (as in hop 1); "
+            "may be repeated. Default: none.",
         ),
     ] = None,
     accumulation_dtype: Annotated[
@@ -171,7 +175,8 @@ def _plan(
     activations: Annotated[
         float,
         typer.Option(
-            help="Size of the activations of one micro-batch, in GB. Default: estimated from the sizes of the model.",
+            help="Size of the activations of one micro-batch, in GB. Default: estimated, or not counted if MODEL is "
+            "a function.",
             show_default=False,
         ),
     ] = 0.0,
@@ -191,8 +196,8 @@ def _plan(
     fragments: Annotated[
         int | None,
         typer.Option(
-            help="Number of fragments of the model, which are exchanged in turn. Default: 4, or fewer for small "
-            "models.",
+            help="Number of fragments of the model, which are exchanged in turn. Default: 4, or fewer if "
+            "--every or the number of units is smaller.",
             rich_help_panel=_SITES,
         ),
     ] = None,
@@ -321,10 +326,11 @@ def _simulate(
     inside: Annotated[float | None, _INSIDE] = None,
     between_latency: Annotated[
         float | None,
-        _cluster_option("between_latency", "Latency between nodes, in microseconds."),
+        _cluster_option("between_latency", "Latency of each step of a collective between nodes, in microseconds."),
     ] = None,
     inside_latency: Annotated[
-        float | None, _cluster_option("inside_latency", "Latency inside a node, in microseconds.")
+        float | None,
+        _cluster_option("inside_latency", "Latency of each step of a collective inside a node, in microseconds."),
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:

@@ -27,7 +27,7 @@ from layerzero.doctor.environment_checks import (
 )
 from layerzero.doctor.findings import Finding, Level
 from layerzero.utils.machine import available_memory
-from layerzero.utils.text_tables import si_text, size_text
+from layerzero.utils.text_tables import parameters_text, size_text
 
 __all__ = [
     "TESTED_PYTHON",
@@ -167,7 +167,7 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     text = (
         f"{size_text(available)} of memory available. With several ranks per node, bf16 weights and AdamW, the ranks "
         "of a node together need 6 bytes per parameter, plus 12 bytes per parameter divided by the number of nodes, "
-        f"plus activations. Not counting activations, a model of up to {si_text(available / 18)} parameters fits on "
+        f"plus activations. Not counting activations, a model of up to {parameters_text(available / 18)} fits on "
         "one node"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]

@@ -250,7 +250,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
             has_own_params |= parameter is not None
             leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
-                if isinstance(hook, _GradientHook) and (lz_state := hook.lz_state()) is not None:
+                if isinstance(hook, _GradientHook) and (lz_state := hook.weak_state()) is not None:
                     units_by_state.setdefault(lz_state, set()).add(hook.unit)
         for child in submodule._modules.values():
             is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
@@ -272,7 +272,7 @@ class _GradientHook:
     """
 
     def __init__(self, lz_state: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
-        self.lz_state, self._unit, self._handle = weakref.ref(lz_state), weakref.ref(unit), weakref.ref(handle)
+        self.weak_state, self._unit, self._handle = weakref.ref(lz_state), weakref.ref(unit), weakref.ref(handle)
         self._slot = slot
 
     @property
@@ -282,7 +282,7 @@ class _GradientHook:
         return unit
 
     def __call__(self, leaf: Tensor) -> None:
-        lz_state, handle = self.lz_state(), self._handle()
+        lz_state, handle = self.weak_state(), self._handle()
         if lz_state is not None and handle is not None:
             lz_state.require_open()
             lz_state.scheduler.post_accumulate_grad(handle, self._slot, leaf)

@@ -30,7 +30,7 @@ from layerzero.planning.plan_report import (
 )
 from layerzero.planning.simulator import simulate
 from layerzero.planning.site_estimate import SiteEstimate, sites_text
-from layerzero.utils.text_tables import seconds_text, si_text, size_text
+from layerzero.utils.text_tables import parameters_text, seconds_text, size_text
 
 try:
     import matplotlib
@@ -132,7 +132,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     parts = [
         "<h1>Training plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer_sentence(plan))}</p>',
-        f"<p>{si_text(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
+        f"<p>{parameters_text(plan.numel)} in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
         f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
         f"{cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
@@ -142,9 +142,10 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        f'<p class="note">{omitted}{COLUMNS_TEXT} The formulas for memory are those '
-        "that <code>layerzero.memory</code> uses during a run. Activations are estimated, unless you passed their "
-        "size. The times of FSDP2, HSDP, HFSDP and ZeRO-1 come from simulated schedules of these schemes.</p>",
+        f'<p class="note">{omitted}{COLUMNS_TEXT} For layerzero, the formulas for memory are '
+        "those that <code>layerzero.memory</code> uses during a run. Activations are estimated from the "
+        "sizes of a transformer, unless you passed their size. The times of FSDP2, HSDP, HFSDP and ZeRO-1 come from "
+        "simulated schedules of these schemes.</p>",
         f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (

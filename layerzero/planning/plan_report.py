@@ -28,7 +28,7 @@ from layerzero.planning.estimator import (
     simplest_fast_row,
 )
 from layerzero.planning.site_estimate import SiteEstimate, SiteSettings, estimate_sites
-from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
+from layerzero.utils.text_tables import parameters_text, seconds_text, si_text, size_text, table
 
 __all__ = [
     "COLUMNS_TEXT",
@@ -149,7 +149,11 @@ class Plan:
             f"Recommended: {settings_text(best.choice)}. {choice_text(self.rows)} Forward and backward passes take "
             f"{computing / best.step:.0%} of a step, and {free} of memory remains free on each accelerator."
         )
-        return sentence if not num_too_large else f"{sentence} {num_too_large} settings do not fit."
+        if not num_too_large:
+            return sentence
+        return (
+            f"{sentence} {count_text(num_too_large, 'combination')} {'does' if num_too_large == 1 else 'do'} not fit."
+        )
 
     @property
     def config(self) -> LayerZeroConfig | None:
@@ -243,7 +247,7 @@ class Plan:
         fitting = sum(row.fits for row in self.rows)
         rows = self.rows if every_row else shown_rows(self)
         lines = [
-            f"{si_text(self.numel)} parameters in {count_text(self.units, 'unit')}, "
+            f"{parameters_text(self.numel)} in {count_text(self.units, 'unit')}, "
             f"{'including the root' if self.units > 1 else 'the root'}; "
             f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
@@ -516,11 +520,20 @@ def yaml_text(plan: Plan) -> str:
 
 def _placeholder_comment(plan: Plan) -> str:
     """Return a comment that tells what to replace, if ``units`` contains placeholders."""
-    units, unit_text = plan.estimator.units, plan.estimator.unit_text
-    if unit_text in ("", "auto"):
+    names = _named_units(plan)
+    if names is None or plan.estimator.unit_text in ("", "auto"):
         return ""
-    added_names = ", and the names of its embedding and head" if isinstance(units, Sequence) and len(units) > 1 else ""
+    added_names = ", and the names of its embedding and head" if len(names) > 1 else ""
     return f"  # replace with the class of your model's blocks{added_names}"
+
+
+def _named_units(plan: Plan) -> list[str | type] | None:
+    """Return the names and classes in ``units``, or None if ``units`` has other values, such as modules."""
+    units = plan.estimator.units
+    if units is None or isinstance(units, str) or (callable(units) and not isinstance(units, type)):
+        return None
+    named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
+    return named if all(isinstance(unit, (str, type)) for unit in named) else None
 
 
 def _units(plan: Plan, *, yaml: bool) -> str:
@@ -536,8 +549,8 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
         return "null  # the units that your callable selects" if yaml else "your_callable"
-    named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
-    if not all(isinstance(unit, (str, type)) for unit in named):  # modules or lists of modules
+    named = _named_units(plan)
+    if named is None:
         return "null  # the units that you passed" if yaml else "your_units"
     names = [unit if isinstance(unit, str) else unit_text or unit.__name__ for unit in named]
     if yaml:

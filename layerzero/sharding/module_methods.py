@@ -170,11 +170,11 @@ class UnshardHandle:
     """Handle to the in-flight gather that :func:`unshard` has launched."""
 
     def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
-        self._lz_state, self._unit = weakref.ref(lz_state), weakref.ref(unit)
+        self._weak_state, self._unit = weakref.ref(lz_state), weakref.ref(unit)
 
     def wait(self) -> None:
         """Wait until the weights are gathered. The unit's forward also waits for the gather."""
-        if (lz_state := self._lz_state()) is not None and (unit := self._unit()) is not None:
+        if (lz_state := self._weak_state()) is not None and (unit := self._unit()) is not None:
             lz_state.scheduler.wait_unsharded(unit)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["seconds_text", "si_text", "size_text", "table"]
+__all__ = ["parameters_text", "seconds_text", "si_text", "size_text", "table"]
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
@@ -34,6 +34,11 @@ def size_text(nbytes: float) -> str:
 def si_text(number: float) -> str:
     """Return a number as text with an SI prefix, such as ``12.3 k``."""
     return _with_unit(number, "").rstrip()
+
+
+def parameters_text(number: float) -> str:
+    """Return a number of parameters as text, such as ``6.74 B parameters``."""
+    return f"{si_text(number).replace('G', 'B')} parameters"
 
 
 def seconds_text(value: float) -> str:

@@ -209,10 +209,10 @@ def _launch_after_the_gather(rank: int, path: str) -> None:
     def put_off(*args: Any, **kwargs: Any) -> None:
         ended.append(lambda: reduce_ended(*args, **kwargs))
 
-    def catch_up(lz_state: Scheduler, unit: Unit) -> None:
+    def catch_up(scheduler: Scheduler, unit: Unit) -> None:
         while ended:
             ended.pop(0)()
-        wait(lz_state, unit)
+        wait(scheduler, unit)
 
     late = mock.patch.multiple(Scheduler, _reduce_ended=put_off, _wait=catch_up) if rank == 0 else nullcontext()
     with late, Device(one_at_a_time=True).installed() as device:

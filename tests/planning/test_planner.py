@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -301,6 +302,26 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         assert f"zero3_size={found.best.choice.zero3_size}" in call
 
 
+def test_only_placeholders_have_a_comment_that_says_what_to_replace() -> None:
+    comment = "  # replace with the class of your model's blocks"
+    for model, units, expected in (
+        (SMALL, None, f"{comment}, and the names of its embedding and head"),
+        (SMALL, set(SMALL.units), f"{comment}, and the names of its embedding and head"),
+        (SMALL, SMALL.units[:1], comment),
+        (SMALL, lambda name, module: name == "embed", ""),
+        (Trained, {Block}, ""),
+    ):
+        found = plan(
+            model, Cluster(nodes=2, accelerators=2, device="cpu"), units=units, zero3_sizes=[2], micro_batches=[1]
+        )
+        (in_call,) = re.findall(r"^    units=.*?,((?:  #.*)?)$", call_text(found), re.MULTILINE)
+        assert in_call == expected, units
+        (in_yaml,) = re.findall(
+            r"^units: (?:\[.*\]|null  # the units that your callable selects)(.*)$", yaml_text(found), re.MULTILINE
+        )
+        assert in_yaml == expected, units
+
+
 _SAME = ("zero3_size", "mp_policy", "shared_memory", "units")  # compared one by one
 
 
@@ -333,7 +354,7 @@ def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
         config, chosen = LayerZeroConfig.from_yaml(path), found.estimator.config(row.choice)
         assert replace(config, units=None) == replace(chosen, units=None), row.choice
         call = call_text(replace(found, best=row))
-        names = {"layerzero": _Called, "MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch, "model": None}
+        names = {"layerzero": _Called, "torch": torch, "model": None}
         exec(call, names)  # text of the planner
         called = names["model"].settings
         for name in ("zero3_size", "mp_policy", "shared_memory"):
