@@ -122,7 +122,8 @@ def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero3_size"), [(2, 2), (4, 2), pytest.param(4, 1, marks=pytest.mark.exhaustive)]
+    ("world_size", "zero3_size"),
+    [(4, 2), *(pytest.param(*grid, marks=pytest.mark.exhaustive) for grid in [(2, 2), (4, 1)])],
 )
 def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
     by_rank = run_ranks(
