@@ -113,7 +113,7 @@ def shard_model(
     """Shard a model in place and return it.
 
     fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020). Compute weights are sharded
-    over `zero3_size` neighboring ranks (ZeRO-3). Between passes, ``model.parameters()`` yields DTensors with the
+    over `zero3_size` consecutive ranks (ZeRO-3). Between passes, ``model.parameters()`` yields DTensors with the
     original shapes. Their local tensors are this rank's rows of the masters. ``.grad`` is the gradient, averaged over
     all ranks. All ranks must call this function with the same model and settings.
 
@@ -188,7 +188,7 @@ def shard_model(
         reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
             backward. On a device, the root and the unit that is called last stay gathered. To choose for each unit,
             pass ``callable(name, module) -> bool | int``. An int, as in FSDP2, is a divisor of `zero3_size`. Between
-            forward and backward, the unit stays sharded over that many neighboring ranks, and its backward gathers it
+            forward and backward, the unit stays sharded over that many consecutive ranks, and its backward gathers it
             among these ranks only. `zero3_size` itself means True, and 1 means False.
         prefetch: number of units to gather ahead of the unit that is computing.
         gather_codec: encoding of bf16 or fp16 weights in gathers. Pass :class:`Float8Rows`, which halves the number of

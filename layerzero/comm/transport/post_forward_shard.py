@@ -1,4 +1,4 @@
-"""Keep post-forward shards, the parts of a full buffer that a few neighboring ranks keep until the backward pass."""
+"""Keep post-forward shards, the parts of a full buffer that a few consecutive ranks keep until the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PostForwardShard"]
 
 
 class PostForwardShard:
-    """Part of a full buffer that each of k neighboring ranks keeps after a forward pass (``reshard_after_forward=k``).
+    """Part of a full buffer that each of k consecutive ranks keeps after a forward pass (``reshard_after_forward=k``).
 
     The part has 1/k of the buffer's elements. The shard is allocated at the end of a forward pass that may have a
     backward pass. The shard is freed at the end of the backward pass of the last forward pass that has kept it, or when
