@@ -114,7 +114,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
             values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
-            fix = "" if level == "note" else f"Use the same value of {name} on all ranks"
+            fix = "" if level == "note" else f"Use the same {name} on all ranks"
             findings.append(Finding(_GROUP, level, f"{name} differs: {values}", fix))
     return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
 

@@ -76,10 +76,10 @@ COLUMNS_TEXT = (
     "(reduction inside a ZeRO-3 group), followed after slashes, if they are set, by the dtype or codec of hop 2 "
     "(reduction across the groups) and the codec of the refresh (copy of updated weights to all groups); A: "
     "micro-batches per step; peak: maximum memory use during a step, including activations if their size is known; "
-    "room: memory that remains free, not counting the reserve; host: host memory used per rank; zero3, replica: bytes "
-    "that a rank sends per step inside its ZeRO-3 group and to the other groups, its replicas; between: bytes that a "
-    "rank sends per step to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed "
-    "optimizer. Memory is computed, and times are simulated; neither is measured."
+    "room: memory that remains free, not counting the reserve; host: host memory used per rank; zero3, replica, "
+    "between: bytes that a rank sends per step inside its ZeRO-3 group, to other ZeRO-3 groups, and to other nodes; "
+    "HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer. Memory is computed, and times are "
+    "simulated; neither is measured."
 )
 
 

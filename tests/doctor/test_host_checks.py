@@ -82,7 +82,7 @@ def test_a_small_shared_memory_is_a_problem_of_nccl() -> None:
 
 def test_weights_in_shared_memory_are_limited_by_memory_outside_dev_shm() -> None:
     *_, found = check_shared_memory((64 << 20, 64 << 20), 24e9, "cpu")
-    assert "24.0 GB of memory available" in found.text and "up to 1.33 G parameters" in found.text
+    assert "24.0 GB of memory available" in found.text and "up to 1.33 B parameters" in found.text
 
 
 @pytest.mark.parametrize(

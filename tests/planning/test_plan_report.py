@@ -28,9 +28,9 @@ from layerzero import cli_planning
 from layerzero.cli import app
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
-from layerzero.planning.estimator import _CODING, _CRITERIA, _REFRESH_CODING, ALIKE_TEXT
+from layerzero.planning.estimator import _CODING, _CRITERIA, _REFRESH_CODING, ALIKE_TEXT, StepCost
 from layerzero.planning.plan_html import report_html
-from layerzero.planning.plan_report import links_text, reduce_text, shown_rows
+from layerzero.planning.plan_report import links_text, parts_text, reduce_text, shown_rows
 from layerzero.utils.text_tables import seconds_text, si_text, size_text
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
@@ -344,6 +344,16 @@ def test_the_assumed_times_of_codecs_are_those_that_were_measured() -> None:
     for codec, stated in zip(("int4_difference", "lossless"), refreshes, strict=True):
         assert [rate / 1e9 for rate in _REFRESH_CODING[codec]] == pytest.approx([float(n) for n in stated])
     assert _REFRESH_CODING.keys() == NAMED_REFRESH_CODECS.keys()
+
+
+def test_waits_for_copies_in_one_direction_are_one_part_of_a_step(found: Plan) -> None:
+    assert found.best is not None
+    parts = {"forward": 1.0, "fetch": 0.5, "up": 0.25, "store": 0.125, "down": 0.125, "hop2": 0.1, "gather": 0.05}
+    row = dataclasses.replace(found.best, simulated=lambda: StepCost(2.15, parts, {}, 0.0))
+    assert parts_text(row) == (
+        "a step of 2.15 s: forward 1.00 s, waiting for copies from host memory 750.0 ms, waiting for copies to host "
+        "memory 250.0 ms, waiting for hop 2 100.0 ms, waiting for gather 50.0 ms"
+    )
 
 
 def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
