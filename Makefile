@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
+.PHONY: demo demo-megatron test test-slow test-exhaustive gate test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -25,10 +25,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: $(VENV)/ready  ## the default tests
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/ready  ## tests with restarts, kills, timeouts, pages, examples, long schedules and more settings
+test-slow: $(VENV)/ready  ## tests with restarts, kills, timeouts, pages, examples, and some further settings
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
 
-test-exhaustive: $(VENV)/ready  ## slow tests again, with further settings; before a release
+test-exhaustive: $(VENV)/ready  ## slow tests that test-slow leaves out: further settings, long runs; before a release
 	$(PYTEST) -m exhaustive $(ARGS)
 
 soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; ARGS="--seconds 3600 --seed 1000" for more and others
@@ -36,6 +36,9 @@ soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; AR
 
 chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tries 50 --seed 7 --only SIGKILL"
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+gate: $(VENV)/ready  ## what a change needs: test, test-slow and integrations in one session, which collects the tests once
+	$(PYTEST) -m "not exhaustive" --override-ini "norecursedirs=.*" $(ARGS)
 
 integrations: $(VENV)/ready  ## integrations with other packages, and comparisons with them
 	$(PYTEST) tests/integrations tests/megatron $(ARGS)

@@ -388,6 +388,7 @@ def _kill(ranks) -> None:
         process.join()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_node_that_is_killed_is_replaced_by_a_spare_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)

@@ -51,6 +51,7 @@ def _resume(rank: int, path: str, zero3_size: int, adam: bool, expected: dict[st
             assert not wrong, f"continued on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "saved_on", [(4, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow)]
 )

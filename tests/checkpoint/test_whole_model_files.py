@@ -164,6 +164,7 @@ print(peak[0] - before)
 """
 
 
+@pytest.mark.exhaustive
 def test_conversion_needs_less_memory_than_two_units(tmp_path: Path) -> None:
     layer = 4 << 20  # elements: 16 MiB
     save_file({"small": torch.ones(8)}, tmp_path / "small.safetensors")

@@ -260,6 +260,7 @@ def _leave_out(rank: int, absent: int) -> Raised | None:
     raise AssertionError(f"rank {rank}: nothing was raised")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("absent", "store"), [(0, "file"), (2, "file"), (2, "server")])  # their exceptions differ
 def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(
     absent: int, store: str, tmp_path: Path

@@ -220,6 +220,7 @@ def _learns(rank: int) -> None:
     assert coded[-1] < coded[0] / 5 and coded[-1] < 1.5 * plain[-1]
 
 
+@pytest.mark.exhaustive
 def test_training_goes_down_alike() -> None:
     run_ranks(_learns, world_size=4)
 
@@ -265,6 +266,7 @@ def _beside_tensor_parallel(rank: int) -> None:
     assert sent[2] < 0.62 * sent[0], sent  # the rows of a half are shorter, and each has a scale
 
 
+@pytest.mark.exhaustive
 def test_rows_that_tensor_parallelism_has_cut_are_encoded_too() -> None:
     run_ranks(_beside_tensor_parallel, world_size=4)
 

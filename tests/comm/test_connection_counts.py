@@ -87,6 +87,7 @@ def _many(world: int, zero3_size: int, folder: Path) -> list[list[Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
+@pytest.mark.exhaustive
 def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(tmp_path: Path) -> None:
     opened = {}
     for world, size in ((9, 3), (36, 6)):
@@ -236,6 +237,7 @@ def test_pairs_connect_when_an_optimizer_needs_full_matrices() -> None:
     run_ranks(_muon_on_connected_groups, world_size=WORLD, pg_timeout=30)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_no_communicator_connects_after_the_model_was_built(zero3_size: int) -> None:
     run_ranks(_trains_on_connected_groups, zero3_size, world_size=WORLD, pg_timeout=30)

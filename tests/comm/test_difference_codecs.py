@@ -277,6 +277,7 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
     return digests
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
     [
@@ -297,6 +298,7 @@ def test_all_replicas_have_the_same_weights(
     _assert_replicas_agree(found, size)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -393,7 +395,7 @@ def _losses(rank: int, codec: Any) -> list[float]:
     return [_step(model, optimizers, rank, step % 8) for step in range(48)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_learns_as_well_as_without_the_codec() -> None:
     plain, encoded = (torch.tensor(run_ranks(_losses, codec)).mean(0) for codec in (None, CODEC))
     assert encoded[-8:].mean() < 0.6 * encoded[:8].mean()

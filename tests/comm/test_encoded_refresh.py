@@ -173,6 +173,7 @@ def test_weights_have_the_same_bits_over_many_steps(
     run_ranks(_same_bits, size, steps, tmp_path, muon, {}, world_size=ranks, shared_memory=shared_memory, timeout=400)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

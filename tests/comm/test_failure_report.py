@@ -115,6 +115,7 @@ def _die_before_a_gather(rank: int) -> str:
     return _message(lambda: one_pass(model, rank, 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("act", "collective"),
     [(_die_before_a_comparison, "comparison of orders"), (_die_before_a_gather, "gather of 'units")],
@@ -230,6 +231,7 @@ def _leave_out_one_of_four(rank: int) -> str:
     return _message(lambda: one_pass(model, rank, 2))
 
 
+@pytest.mark.exhaustive
 def test_of_four_ranks_the_one_that_is_missing_is_named_by_all_others() -> None:
     for rank, message in enumerate(run_ranks(_leave_out_one_of_four, world_size=4, pg_timeout=5)):
         assert rank == 2 or "rank 2 did not take part within 5 s" in message, message

@@ -82,7 +82,7 @@ def _train(rank: int, mesh: Any, policy: MixedPrecisionPolicy, mode: str, *, fp3
     return _Trained(weights, {hop: sent.get(hop, 0) for hop in ("hop1", "hop2")})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fp32_accumulation_gives_the_bits_and_bytes_of_gloo_on_other_backends() -> None:
     run_ranks(_same_sums, shared_memory="off", timeout=300)
 

@@ -231,7 +231,7 @@ def _learns(rank: int) -> None:
     assert all(abs(ours - theirs) < 0.02 * plain[0] for ours, theirs in zip(coded, plain, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_goes_down_alike() -> None:
     run_ranks(_learns)
 
@@ -272,7 +272,7 @@ def _exact(rank: int, size: int) -> dict[str, Tensor]:
     return _gradients(layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS), rank)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @BOTH_SHARED_EXHAUSTIVE
 def test_errors_do_not_add_up_over_steps(shared_memory: str | None) -> None:
     run_ranks(_sums, shared_memory=shared_memory)
@@ -482,7 +482,7 @@ def _late(rank: int) -> None:
             assert not different(ours, theirs), mode
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_late_streams_of_a_device_change_no_bit() -> None:
     run_ranks(_late)
 

@@ -108,6 +108,7 @@ def _told(folder: Path, size: int, *, hears: bool = False) -> list[str]:
             process.join()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 2], ids=["sum", "gather"])
 def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path, size: int) -> None:
     told = _told(tmp_path, size)
@@ -119,6 +120,7 @@ def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path,
     assert f"rank 1 did not take part within {TIMEOUT} s; the rendezvous store does not answer" in told[-1]
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_falls_silent_once_it_has_answered_is_not_waited_for(tmp_path: Path) -> None:
     """Silence the store while a query holds its only client, which publishing the final status would wait for."""
     told = _told(tmp_path, 2, hears=True)

@@ -58,6 +58,7 @@ def _seconds_late(said: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> None:
     for said in run_ranks(_sleeps, victim):
@@ -165,6 +166,7 @@ def _in_time(rank: int) -> None:
     assert not torch.is_grad_enabled() or get_state(model).mesh_info.counters.on_launch is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("memory", ["off", None])
 def test_who_is_in_time_is_not_told_of(memory: str | None) -> None:
     run_ranks(_in_time, world_size=2, shared_memory=memory)

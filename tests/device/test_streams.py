@@ -234,6 +234,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     return _Waits(reads.count, synchronize.call_count, backwards, len(fresh) - backwards, len(old), made_in_all)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("offload_grads", [False, True])
 @pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(

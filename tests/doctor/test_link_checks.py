@@ -43,7 +43,7 @@ def problems(printed: str) -> list[str]:
     return [each["text"] for each in json.loads(printed)["findings"] if each["level"] == "problem"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_equal_ranks_measure_their_link(tmp_path: Path) -> None:
     ran = run_two(tmp_path, "true", "--json")
     assert problems(ran.stdout) == [], ran.stderr
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_no_hang(tmp_path: Path) -> No
     assert "  problem  rank 1 did not take part within 4 s." in ran.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_cannot_connect_is_named(tmp_path: Path) -> None:
     ran = run_two(tmp_path, "export GLOO_SOCKET_IFNAME=nowhere", "--json", "--timeout", "5")
     assert ran.returncode == 1, ran.stderr
@@ -83,7 +83,7 @@ def test_a_rank_that_cannot_connect_is_named(tmp_path: Path) -> None:
     assert second.startswith("rank 1 could not communicate: ") and "nowhere" in second
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_the_other_ranks_a_rendezvous_ends(tmp_path: Path) -> None:
     """Without torchrun, the first rank serves the store and waits for all ranks to connect."""
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -100,7 +100,7 @@ def test_without_the_other_ranks_a_rendezvous_ends(tmp_path: Path) -> None:
     assert problems(ran.stdout)[-1].startswith("the rendezvous failed: ")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_root
 def test_ranks_are_grouped_by_host(tmp_path: Path) -> None:
     """Four ranks with the host names left, left, right, right."""

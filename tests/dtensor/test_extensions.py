@@ -200,6 +200,7 @@ def _trained(rank: int, kind: type[Inner]) -> None:
     compare(rank, "kept among two", case, reshard_after_forward=2, size=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("run", "kind"),
     [

@@ -74,6 +74,7 @@ def _parity(rank: int) -> None:
         assert report.measured[kind] == report.predicted[kind], kind
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("run", [run_ranks, run_sharing])
 def test_numbers_are_trained_as_in_one_process(run: Any) -> None:
     run(_parity, world_size=WORLD)
@@ -334,6 +335,7 @@ def _assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_of_numbers_load_into_any_sharding(tmp_path: Path) -> None:
     expected = run_ranks(_save, tmp_path, world_size=WORLD)[0]
     for world, size in ((1, 1), (2, 1), (2, 2), (4, 4), (3, 3)):

@@ -77,6 +77,7 @@ def _train_in_modes(rank: int, make: Callable[[], nn.Module], script: str) -> No
         _train(rank, make, script, settings)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "script"),
     [
@@ -108,6 +109,7 @@ def _train_models(rank: int, script: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", [INTERLEAVED, ALL_FORWARDS_FIRST])
 def test_chunks_that_are_models_of_their_own_train_like_one_process(script: str) -> None:
     run_ranks(_train_models, script, world_size=WORLD)

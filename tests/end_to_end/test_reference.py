@@ -219,6 +219,7 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(ours, expected, **rounding, msg=lambda m, at=at: f"{at}: {m}")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],

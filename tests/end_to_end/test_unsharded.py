@@ -128,6 +128,7 @@ def _show(rank: int) -> None:
         model(torch.ones(2, 5)).sum().backward()
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_parts_are_full_inside_and_sharded_outside(shared_memory: str | None) -> None:
     run_ranks(_show, world_size=WORLD, shared_memory=shared_memory)
@@ -224,6 +225,7 @@ def _gradients(rank: int) -> None:
         assert not different(full_parameters(model), dict(alone.named_parameters())), settings
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_gradients_are_those_of_one_process_and_are_written_back(shared_memory: str | None) -> None:
     run_ranks(_gradients, world_size=WORLD, shared_memory=shared_memory)

@@ -116,6 +116,7 @@ def _forget_in_every_way(rank: int, way: str) -> None:
 
 
 # In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "shared_memory"),
     [

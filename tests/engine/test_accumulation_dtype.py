@@ -117,6 +117,7 @@ def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
             assert_step(model, optimizer, expected, f"S={size} {mode}, {name}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "offload_grads",
     [pytest.param(False, id="on the device"), pytest.param(True, id="offloaded", marks=pytest.mark.slow)],
@@ -179,6 +180,7 @@ def _without_accumulation(rank: int) -> None:
             assert parameter.grad.dtype == parameter.dtype == torch.float32
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @BOTH
 def test_a_step_of_one_micro_batch_gives_the_same_bits_as_without_the_setting(shared_memory: str | None) -> None:

@@ -241,6 +241,7 @@ def _compare_modes(rank: int, name: str) -> None:
     compare(rank, name, CASES[name], *(mode | {"shared_memory": "off"} for mode in MODES), *SHARED)
 
 
+@pytest.mark.sample(23)
 @pytest.mark.parametrize("name", CASES)
 def test_graph_has_the_gradients_of_one_process(name: str) -> None:
     run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, shared_memory=None)
@@ -307,6 +308,7 @@ def _disturb(rank: int) -> None:
             assert not different(parameters, expected), (some, settings)
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_evaluation_and_failures_between_the_steps_change_no_bit(shared_memory: str) -> None:
     run_ranks(_disturb, world_size=WORLD, pg_timeout=20, shared_memory=shared_memory)

@@ -157,6 +157,7 @@ def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
             assert not different(ours, expected), (two, settings, accumulated)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "reentrant",
     [None, pytest.param(True, marks=pytest.mark.exhaustive), False],
@@ -239,6 +240,7 @@ def _fail_on_rank_2(rank: int, fail: Any, reentrant: bool | None) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["in a forward", "in a backward", "in a recomputation, checkpoint"])
 def test_a_failure_on_one_rank_is_an_error_on_the_others_within_the_timeout(name: str) -> None:
     """Fail on one rank. The pool kills all ranks 5 seconds later and reports a hanging rank as missing."""

@@ -146,6 +146,7 @@ def _count(rank: int) -> None:
             }
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_units_are_gathered_one_by_one_and_counted(shared_memory: str | None) -> None:
     run_ranks(_count, world_size=WORLD, shared_memory=shared_memory)

@@ -229,12 +229,14 @@ def _several_settings(rank: int, way: str, first: int, every: int) -> None:
         _same_as_alone(rank, way, **{"tied": False, **settings})
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("way", ["inside", "after"])
 def test_gradients_and_weights_are_those_of_one_process(way: str, shared_memory: str | None) -> None:
     run_ranks(_several_settings, way, 0, 1, world_size=WORLD, shared_memory=shared_memory)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("inside", "after")])
 def test_so_they_are_in_each_way_to_use_a_weight(way: str) -> None:
     """Run half of the settings for one way and half for the next."""

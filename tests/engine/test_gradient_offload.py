@@ -145,6 +145,7 @@ def _policy(reduce: torch.dtype) -> Any:
 
 
 # Each reduction spec of engine/reduction_spec.py.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "size", "mode"),
     [
@@ -187,6 +188,7 @@ def _odd_graphs(rank: int, setting: str) -> None:
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.slow)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)

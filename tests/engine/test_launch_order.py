@@ -141,6 +141,7 @@ def _compare(rank: int, zero3_size: int, path: str, settings: list[dict[str, Any
     return logs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "zero3_size"), [pytest.param(2, 2, marks=pytest.mark.exhaustive), (4, 2), (4, 1)]
 )
@@ -221,6 +222,7 @@ def _launch_after_the_gather(rank: int, path: str) -> None:
         _train(_shard(mesh, recompute="none", prefetch=0), rank, path, device)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_launch_in_different_orders_do_not_finish(tmp_path: Any) -> None:
     with mock.patch("tests.support.late_device._PATIENCE", 5.0), pytest.raises(AssertionError, match="waits for ever"):
         run_ranks(_launch_after_the_gather, str(tmp_path / "trace"), world_size=2, pg_timeout=5)

@@ -147,11 +147,13 @@ def _compile(rank: int, way: str, backend: str) -> None:
         warnings.simplefilter("error")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_units_train_like_one_process_and_are_compiled_once(way: str) -> None:
     run_ranks(_compile, way, "aot_eager", world_size=WORLD)
 
 
+@pytest.mark.exhaustive
 def test_units_compiled_by_inductor_train_like_one_process() -> None:
     run_ranks(_compile, "units, before sharding", "inductor", world_size=2, timeout=240)  # each rank compiles
 
@@ -183,6 +185,7 @@ def _autocast(rank: int, inside: bool, outside: bool) -> None:
         assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("inside", "outside"), [(True, False), (False, True), (True, True)])
 def test_autocast_inside_and_outside_the_model(inside: bool, outside: bool) -> None:
     run_ranks(_autocast, inside, outside, world_size=WORLD)

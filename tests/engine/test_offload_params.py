@@ -59,6 +59,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str, more: tuple[dict[str, Any]
         _assert_same(_trained(model, rank, range(1, 4)), expected, (zero3_size, mode, settings))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world_size", "zero3_size", "mode"),
     [(1, 1, "sharded"), (2, 1, "sharded"), (2, 2, "sharded"), *itertools.product((4,), (2,), MODES)],
@@ -99,6 +100,7 @@ def _on_a_device(rank: int) -> None:
                 assert report.measured["zero3_shard"] == 0 < report.measured["host_zero3_shard"]
 
 
+@pytest.mark.exhaustive
 def test_streams_of_a_device_order_every_copy_of_weights() -> None:
     run_ranks(_on_a_device)
 

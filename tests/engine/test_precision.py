@@ -158,7 +158,7 @@ def _compare_smooth(rank: int) -> None:
                             assert error <= (first if step == 0 else later), (case, error)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_follows_the_one_by_hand_within_bf16_rounding() -> None:
     run_ranks(_compare_smooth, world_size=WORLD)
 

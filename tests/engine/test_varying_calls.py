@@ -75,6 +75,7 @@ def _compare_mixture(rank: int, script: str) -> None:
     compare(rank, script, case, size=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", ["F0 B0", "F0 F1 B0 F2 B1 B2"])
 def test_experts_without_tokens_on_some_ranks_train_like_one_process(script: str) -> None:
     run_ranks(_compare_mixture, script, world_size=WORLD)
@@ -123,6 +124,7 @@ def _count_order(rank: int, evaluates: bool) -> list[int]:
     return counts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_loop_that_repeats_itself_is_predicted(evaluates: bool) -> None:
     counts = run_ranks(_count_order, evaluates, world_size=WORLD, shared_memory="off")
@@ -147,6 +149,7 @@ def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -
     return _message(lambda: one_pass(model, rank, steps))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (0, 2), (0, 1, 2, 2)], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders(steps: int, order: Any) -> None:

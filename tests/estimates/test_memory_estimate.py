@@ -159,6 +159,7 @@ def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
         assert (layerzero.memory(model).measured["gradient_shard"] > 0) == (mode != "sharded" or size != 2 or aside)
 
 
+@pytest.mark.exhaustive
 @BOTH_SHARED_EXHAUSTIVE
 def test_memory_is_predicted_between_micro_batches_whatever_the_loop(shared_memory: str | None) -> None:
     run_ranks(_predicted_within_a_step, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
@@ -169,6 +170,7 @@ def _seeded(count: int) -> nn.Module:
     return blocks(count).float()
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_every_kind_of_memory_is_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
@@ -192,6 +194,7 @@ def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
             _assert_predicted(model, case)
 
 
+@pytest.mark.exhaustive
 @BOTH_SHARED_EXHAUSTIVE
 def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
@@ -324,6 +327,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)
 
 
+@pytest.mark.exhaustive
 @BOTH_SHARED_EXHAUSTIVE
 def test_scratch_is_predicted_after_rows_have_moved_to_owners(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_owners, _sizes_of(shared_memory), shared_memory=shared_memory)
@@ -370,6 +374,7 @@ def _peak(rank: int, sizes: Sequence[int]) -> None:
         assert abs(report.measured_peak / report.predicted_peak - 1) < 0.03, (size, mode, settings, report)
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_the_peak_of_a_step_is_predicted(shared_memory: str | None) -> None:
     run_ranks(_peak, _sizes_of(shared_memory), shared_memory=shared_memory)

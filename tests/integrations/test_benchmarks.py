@@ -58,6 +58,8 @@ def all_contestants(rank: int, reduce: str) -> dict[str, tuple[list[float], dict
     return {name: three_steps(rank, name, reduce) for name in TRAINED}
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_contestants_train_alike_and_hybrids_send_what_the_formula_says(reduce: str) -> None:
     ranks = run_ranks(all_contestants, reduce)
@@ -156,6 +158,7 @@ def test_the_page_on_benchmarks_has_the_times_with_kept_weights() -> None:
     assert f"{min(savings)} to {max(savings)} MB less memory" in stated
 
 
+@pytest.mark.exhaustive
 def test_a_contest_keeps_its_results_and_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "one-machine.json"
     sizes = [f"--{key.replace('_', '-')}={value}" for key, value in {**TINY, "ranks": 2, "node_size": 1}.items()]
@@ -518,6 +521,8 @@ def test_the_tables_of_gpus_are_what_was_measured() -> None:
         assert table in page
 
 
+@pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "part",
     [

@@ -204,6 +204,7 @@ def test_losses_that_are_not_finite_do_not_agree() -> None:
             assert largest_difference(losses) == math.inf, losses
 
 
+@pytest.mark.exhaustive
 def test_an_error_names_the_scheme(tmp_path: Path) -> None:
     done, found = compare(tmp_path, "--only", "fsdp2-full", "ddp", "--ranks", "1", "--loss", "mine:broken")
     assert done.returncode == 1 and found == {}
@@ -257,6 +258,7 @@ def test_make_needs_a_model() -> None:
     assert "-m benchmarks.compare mine:Net --ranks 2 --unit Block" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_command_of_the_page_runs() -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^make compare (.*)$", page, re.MULTILINE)

@@ -213,6 +213,8 @@ def _family(rank: int, family: str) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.slow
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_family_is_trained_with_the_bits_of_one_process(family: str) -> None:
     run_ranks(_family, family, world_size=4 if family in ON_TWO_NODES else 2)

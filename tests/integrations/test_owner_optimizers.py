@@ -79,6 +79,8 @@ def test_lists_of_matrices_resume_on_another_number_of_ranks(tmp_path: Path) -> 
     run_ranks(_resume, str(tmp_path / "step"), False, world_size=2)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_optimizers_of_another_package_have_the_bits_of_one_process(zero3_size: int) -> None:
     run_ranks(_train, zero3_size)

@@ -46,6 +46,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_train_like_one_process_and_their_number_may_change(tmp_path: Path) -> None:
     path = f"{ROOT}:{ROOT / 'examples' / 'clusters'}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -95,6 +95,8 @@ def export(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["export", *map(str, arguments)])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("which", CASES)
 def test_the_parts_are_the_model_that_megatron_makes_of_them_on_one_rank(which: str, tmp_path: Path) -> None:
     case = CASES[which]

@@ -94,6 +94,8 @@ def _assert_bits(one: Run, other: Run) -> None:
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "saved",
     [DATA.but(tp=2, tied=False, dtype="bfloat16"), DATA.but(pp=2, zero3_size=1, optimizer="sgd")],
@@ -133,6 +135,8 @@ INTERCHANGED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("case", "metadata"), INTERCHANGED.values(), ids=INTERCHANGED)
 def test_megatron_and_layerzero_load_each_others_checkpoints(case: Case, metadata: Any, tmp_path: Path) -> None:
     both = (("theirs", make_reference, make_ours), ("ours", make_ours, make_reference))
@@ -165,6 +169,8 @@ def _on(case: Case, ranks: int, **changes: Any) -> Case:
     return case.but(settings=(*case.settings[:-1], ("expert_model_parallel_size", ranks)), **changes)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "metadata"), [("float32", None), ("bfloat16", AVOID), ("float16", AVOID)])
 def test_expert_parallel_checkpoints_are_megatrons(dtype: str, metadata: Any, tmp_path: Path) -> None:
     case = EXPERTS.but(dtype=dtype, **({"pp": 2} if dtype == "bfloat16" else {}))

@@ -124,6 +124,7 @@ def _follows_torch(rank: int, elementwise: bool | None) -> None:
                 assert "owner_gather" not in layerzero.traffic(model).calls, "rows are updated where they are"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("elementwise", [None, True])
 def test_element_wise_classes_of_apex_follow_torch_in_one_process(elementwise: bool | None, world_size: int) -> None:
@@ -324,6 +325,7 @@ def _lamb(rank: int, zero3_size: int) -> None:
         assert_close(full_parameters(model), dict(net.named_parameters()), f"{settings}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_fused_lamb_updates_whole_parameters(zero3_size: int) -> None:
     run_ranks(_lamb, zero3_size)

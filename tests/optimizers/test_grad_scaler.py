@@ -208,6 +208,7 @@ def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Refer
     return seen, model.spike.to_local().numel()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "zero3_size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -174,6 +174,7 @@ def _compare(rank: int, case: dict[str, Any]) -> None:
         layerzero.close(trained[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in CASES[1:4:2] else pytest.mark.slow) for case in CASES], ids=str
 )
@@ -331,6 +332,7 @@ def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
         trained[2].step()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
@@ -400,6 +402,7 @@ def _resume(rank: int, folder: Path, case: dict[str, Any], stop: int, again: int
         assert again != 2 or not different(ours, theirs), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "stop"),

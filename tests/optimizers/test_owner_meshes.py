@@ -96,6 +96,7 @@ def _experts(rank: int, ep: int, size: int, expert_size: int, dtensor: bool, acc
         assert not different(full_parameters(model), expected(dict(alone.named_parameters()))), step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 @pytest.mark.parametrize("dtensor", [True, False])
 def test_experts_on_a_mesh_of_their_own_are_updated_whole(dtensor: bool, accumulation: str) -> None:
@@ -200,6 +201,7 @@ def _tensor_parallel(rank: int, tp: int, size: int, name: str) -> None:
             assert not wrong, f"{name} {accumulation}: {wrong}"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("tp", "size"), [(2, 1), (2, 2), (4, 1)])
 def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: int) -> None:
@@ -358,6 +360,7 @@ def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[s
 PLACES = [(4, 2, 2), (2, 2, 1), (4, 1, 2), (1, 1, 1)]  # ranks, tp, S
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "saved_on"), [("Adafactor", (4, 2, 1)), ("AdamW, then Muon", (2, 1, 2)), ("state in lists", (4, 2, 2))]
 )

@@ -138,6 +138,7 @@ def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
 
 
 # A file is cut by its ranks, for any optimizer: each is saved with both axes, some elsewhere.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "saved_on"),
     [*((name, (4, 2)) for name in NAMES), *itertools.product(("state in lists", NAMES[-1]), ((2, 2), (1, 1)))],
@@ -174,6 +175,7 @@ def _states(rank: int, zero3_size: int) -> None:
         expect(model, optimizers, name, 4, f"{name}, from one process")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 2), (2, 1)])
 def test_states_by_name_and_of_one_process_can_be_put_back(world: int, zero3_size: int) -> None:
     run_ranks(_states, zero3_size, world_size=world)

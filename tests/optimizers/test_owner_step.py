@@ -153,6 +153,7 @@ def _like_one_process(rank: int, world: int, zero3_size: int, name: str) -> None
                 assert group.get("step") == alone.get("step"), "counted once a step, on every rank"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("world", "zero3_size"),
@@ -197,6 +198,7 @@ def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
                 theirs.zero_grad()
 
 
+@pytest.mark.sample(3)
 @BOTH_SHARED_EXHAUSTIVE
 @pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
 def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: int, shared_memory: str) -> None:
@@ -232,6 +234,7 @@ def _tied_and_frozen(rank: int, world: int, zero3_size: int, name: str) -> None:
             assert not wrong, f"{name} D={world} S={zero3_size} {accumulation} step {step}: {wrong}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name in ("Adafactor", "groups of one", "Muon, then AdamW")])
 @pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 1), (4, 2)])
 def test_tied_and_frozen_parameters_are_owned_too(world: int, zero3_size: int, name: str) -> None:

@@ -178,6 +178,7 @@ def test_the_recommended_row_is_shown_even_if_it_is_not_among_the_fastest(found:
     assert own.rows["layerzero"] == fitting[-1]
 
 
+@pytest.mark.exhaustive
 def test_the_figure_of_a_step_names_its_micro_batches(found: Plan) -> None:
     for count, text in (
         (1, "the only micro-batch"),
@@ -227,6 +228,7 @@ def test_the_answer_about_encoded_gradients_names_the_fastest_other_scheme_whate
     )
 
 
+@pytest.mark.exhaustive
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     best = found.best
     assert best is not None
@@ -307,6 +309,7 @@ def test_the_walk_is_what_the_command_says() -> None:
     assert told.strip() == said.strip()
 
 
+@pytest.mark.exhaustive
 def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
     text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     section = text[text.index("## When another scheme is better") : text.index("## Compare schemes on your own model")]
@@ -364,6 +367,7 @@ def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
     assert "at which link" not in text + page and "\n\n\n" not in text
 
 
+@pytest.mark.exhaustive
 def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
     text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     section = text[text.index("### Settings for slow links") : text.index("### Progress and reports")]
@@ -496,6 +500,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
     assert text.replace("\r\n", "\n") == done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_progress_of_a_report_does_not_mix_with_other_output(tmp_path: Path) -> None:
     sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
     own, other = pty.openpty()

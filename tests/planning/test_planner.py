@@ -271,6 +271,7 @@ def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None
         assert grown == pytest.approx([grown[0]] * 4, rel=1e-9), (shared, mode, between)
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
     found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
     for row in (*found.rows, *found.other_schemes):
@@ -339,6 +340,7 @@ class _Called:
         return cls(settings)
 
 
+@pytest.mark.exhaustive
 def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
     tried = {
         "hop2_codecs": (None, "int8_blocks", "int4_blocks"),
@@ -571,6 +573,7 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
     assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
 
 
+@pytest.mark.exhaustive
 def test_more_nodes_need_less_memory_and_no_setting_beats_its_computation_or_its_link() -> None:
     for nodes, device in ((2, "cuda"), (16, "cuda"), (2, "cpu")):
         cluster = Cluster(nodes=nodes, between=50.0, memory=8.0, price=2.0, device=device)

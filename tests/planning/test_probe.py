@@ -44,6 +44,7 @@ def _run_probe(rank: int, size: int) -> ProbeResult:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (2, 2), (2, 1), (1, 1)])
 def test_what_can_be_measured_is_and_the_rest_is_a_default(world: int, size: int, tmp_path: Path) -> None:
     found, *others = run_ranks(_run_probe, size, world_size=world)
@@ -111,6 +112,7 @@ def _run(*command: str, folder: Path, **environment: str) -> subprocess.Complete
 PLAN = ("-m", "layerzero", "plan", "--probe", "--layers", "2", "--hidden", "64", "--vocab", "128", "--heads", "2")
 
 
+@pytest.mark.exhaustive
 def test_the_command_measures_where_it_runs_and_plans_for_it(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = _run(*torchrun, *PLAN, "--memory", "6", folder=tmp_path)
@@ -122,6 +124,7 @@ def test_the_command_measures_where_it_runs_and_plans_for_it(tmp_path: Path) -> 
     assert math.isfinite(float(speed.split()[1]))
 
 
+@pytest.mark.exhaustive
 def test_alone_the_command_says_how_to_start_it(tmp_path: Path) -> None:
     done = _run(*PLAN, folder=tmp_path)
     assert done.returncode == 2 and "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe" in done.stderr

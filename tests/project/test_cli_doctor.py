@@ -36,7 +36,7 @@ def test_a_healthy_environment_ends_with_0(tmp_path: Path) -> None:
     assert ran.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_strangers_packages_and_a_hidden_one_end_with_1(tmp_path: Path) -> None:
     packages, folder = tmp_path / "packages", tmp_path / "program"
     packages.mkdir()

@@ -126,6 +126,7 @@ def test_two_machines_train_like_one(tmp_path: Path, environment: dict[str, str]
     assert [losses.findall(log.read_text()) for log in logs].count([loss]) == 1, "rank 0 prints it"
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_without_a_machine_that_leaves(tmp_path: Path, environment: dict[str, str]) -> None:
     runs = tmp_path / "runs"
     arguments = [*TINY, "--steps", "300", "--save-every", "100", "--checkpoints", str(runs)]
@@ -172,6 +173,7 @@ def job(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
 BATCH = CLUSTERS / "slurm.sbatch"
 
 
+@pytest.mark.exhaustive
 def test_a_job_saves_before_its_time_limit_and_continues_in_the_queue(tmp_path: Path, job: dict[str, str]) -> None:
     runs, requeued, log = tmp_path / "runs", tmp_path / "requeued", tmp_path / "job.log"
     arguments = [*TINY, "--steps", "150", "--save-every", "50", "--checkpoints", str(runs)]

@@ -35,6 +35,7 @@ def _run(rank: int, folder: str, zero3_size: int, optimizer: str) -> tuple[float
         return tuple(train_gpt.main(argv))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"] if hasattr(torch.optim, "Muon") else ["adamw"])
 def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_path: Path, optimizer: str) -> None:
     folder = tmp_path / "run"
@@ -98,6 +99,7 @@ def _train_sites(rank: int, argv: list[str]) -> tuple[float, float]:
         return tuple(train_sites.main(argv))
 
 
+@pytest.mark.exhaustive
 def test_sites_learn_and_exchange_less_than_synchronous_training() -> None:
     sites = ["--warmup", "4", "--every", "4", "--zero3-size", "2"]
     for (loss, sent), (alone, _) in zip(

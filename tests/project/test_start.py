@@ -65,6 +65,7 @@ def _on_two_ranks(function: Callable[[int, Path, int], str], folder: Path, steps
     return run_ranks(function, folder, steps, world_size=2, shared_memory=None)[0]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_prolonged_is_the_longer_run(tmp_path: Path) -> None:
     (program,) = PAGE.snippets("file train.py")
     text = program.text.replace("width=64, layers=4", "width=16, layers=1")  # the same program in less time

@@ -143,6 +143,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
     return {"kind": kind, "handle": handle.name, "parameter": parameter}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (4, True), (1, False), (2, False), (4, False)])
 def test_a_flipped_bit_is_noticed_before_the_next_step_and_located(size: int, low: bool) -> None:
     missed = run_ranks(_flipped, size, low, 10 * size + low, shared_memory="off" if size != 4 else None)
@@ -194,6 +195,7 @@ def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
     guard.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (2, False), (4, False)])
 def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool) -> None:
     run_ranks(_all_that_is_allowed, str(tmp_path), size, low, shared_memory=None)

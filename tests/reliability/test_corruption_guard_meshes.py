@@ -44,6 +44,7 @@ def _flipped(rank: int, case: Case, low: bool) -> list[str]:
     return flipped_in_turn(model, optimizer, batch, low=low, seed=low)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "low"), [*((case, True) for case in CASES), *((case, False) for case in CASES[1::3])])
 def test_a_flipped_bit_is_noticed_and_located_whatever_the_meshes(case: Case, low: bool) -> None:
     missed = run_ranks(_flipped, case, low)
@@ -118,6 +119,7 @@ def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
     return int(flips), repeated, len(handles)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_repeated_step_has_the_bits_of_one_without_a_fault_whatever_the_meshes(case: Case) -> None:
     for flips, repeated, handles in run_ranks(_repeated, case):
@@ -141,6 +143,7 @@ def _lost(rank: int, case: Case) -> str:
     return str(raised.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES[1::3], ids=str)
 def test_masters_of_one_rank_are_lost_to_all_ranks_of_all_meshes(case: Case) -> None:
     assert len(set(run_ranks(_lost, case))) == 1

@@ -96,6 +96,7 @@ def _repeated(rank: int, size: int, low: bool) -> int:
     return repeated
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shared_memory", [None, "off"])
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (1, False), (2, False)])
 def test_a_repeated_step_has_the_bits_of_one_without_a_fault(size: int, low: bool, shared_memory: str | None) -> None:
@@ -131,6 +132,7 @@ def _lost(rank: int, folder: str, what: str, low: bool) -> None:
         run.optimizer.step()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("what", "low"), [("masters", True), ("moments", True), ("compute weights", False)])
 def test_what_cannot_be_made_anew_needs_a_checkpoint(tmp_path: Path, what: str, low: bool) -> None:
     """In fp32 with one replica the compute weights are the masters."""

@@ -136,6 +136,7 @@ def _count(rank: int, zero3_size: int) -> None:
         assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is predicted"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("data_parallel", "zero3_size"),
     [

@@ -73,6 +73,7 @@ def _straggles(rank: int, victim: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if name not in alone}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("victim", [0, 3])
 @BOTH
 def test_a_rank_that_is_late_again_and_again_is_named(victim: int, shared_memory: str | None) -> None:
@@ -192,6 +193,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_plain_job_prints_nothing(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)

@@ -143,6 +143,7 @@ def _in_turn(rank: int, models: int) -> None:
     assert keys() == keys_before
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_models_in_turn_leave_nothing_behind(shared_memory: str | None) -> None:
     run_ranks(_in_turn, 18, world_size=WORLD, shared_memory=shared_memory)
@@ -515,6 +516,7 @@ def test_verify_and_plan_leave_nothing_behind() -> None:
     run_ranks(_verified, world_size=WORLD)
 
 
+@pytest.mark.exhaustive
 def test_verify_on_processes_of_its_own_leaves_none() -> None:
     before, ranks = -1, set(multiprocessing.active_children())
     for _ in range(2):  # the first call starts a helper of multiprocessing, which stays

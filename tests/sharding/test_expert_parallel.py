@@ -247,6 +247,7 @@ def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
         assert not different(full_parameters(model), dict(alone.named_parameters()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_groups_of_the_mesh_may_be_those_of_the_models_own_collectives(skips: bool) -> None:
     for seed in range(3):

@@ -78,6 +78,7 @@ def _right(rank: int, way: str) -> None:
         compare(rank, way, Case(blocks, WAYS[way]), **settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_process(way: str) -> None:
     run_ranks(_right, way, world_size=WORLD)
@@ -285,6 +286,7 @@ def list_others(model: nn.Module, place: int) -> None:
     model.set_modules_to_forward_prefetch([model.units[place]])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [unshard_another, stay_on_some, list_others])
 def test_ranks_that_disagree_get_an_error_that_names_both_orders(change: Callable[[nn.Module, int], object]) -> None:
     for text in run_ranks(_ahead_of_others, change, world_size=WORLD, pg_timeout=20):

@@ -366,6 +366,7 @@ def _on_one_rank(rank: int, what: str) -> None:
             _quiet(lambda: _train(model))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ON_SOME)
 def test_what_one_rank_does_alone_is_an_error_on_the_others_within_the_timeout(what: str) -> None:

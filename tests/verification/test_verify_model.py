@@ -250,6 +250,7 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
@@ -417,6 +418,7 @@ def dies_on_rank_1(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch)  # type: ignore[no-any-return]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_raises_is_one_error_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed: .*a mistake of the user") as caught:
         layerzero.verify(Net, make_batch, world_size=2, zero3_sizes=[2], loss_fn=fails_on_rank_1)

@@ -122,6 +122,7 @@ def _like_collectives(rank: int, sizes: Sequence[int], seed: int) -> None:
         assert all(gradient.isfinite().all() and gradient.any() for gradient in off[0].values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "sizes"), [(3, (3,)), (4, (2,))])
 def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_collectives(
     world: int, sizes: tuple[int, ...]

@@ -348,6 +348,7 @@ def _go_on_until_killed(
     os._exit(0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("act", [_train, _meet])
 def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
@@ -391,6 +392,7 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
     return model
 
 
+@pytest.mark.exhaustive
 def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
     module = "tests.comm.transport.test_shared_memory"
     program = f"import sys; from {module} import end_while_a_refresh_flies as go; kept = go({{}}, sys.argv[1])"
@@ -442,6 +444,7 @@ def _step_alone(rank: int, policy: MixedPrecisionPolicy) -> str:
     return _message(lambda: layerzero.refresh(model))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [BF16, MixedPrecisionPolicy()])
 def test_a_refresh_on_one_rank_only_is_an_error_within_the_timeout(policy: MixedPrecisionPolicy) -> None:
     message, _ = run_ranks(_step_alone, policy, world_size=2, pg_timeout=3.0)

@@ -71,6 +71,7 @@ def test_memory_is_shared_by_default(tmp_path: Path) -> None:
     assert _ranks(tmp_path) == ["rank 0: shared True, said 0", "rank 1: shared True, said 0"]
 
 
+@pytest.mark.exhaustive
 @needs_root
 def test_a_small_dev_shm_is_no_obstacle(tmp_path: Path) -> None:
     """Use weights of half a megabyte; /dev/shm has 64 kB."""

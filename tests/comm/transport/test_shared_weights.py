@@ -139,6 +139,7 @@ def _be_careful() -> None:
     WriteBarrier.wait = _WAIT  # type: ignore[method-assign]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES)
 def test_nobody_writes_what_a_late_rank_still_reads(write: Callable[..., None], policy: MixedPrecisionPolicy) -> None:
@@ -146,6 +147,7 @@ def test_nobody_writes_what_a_late_rank_still_reads(write: Callable[..., None], 
         assert all(run_ranks(_late_reads, write, policy, late, True, world_size=4 if late else 2)), late
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("write", "policy"), OWN_TIMES)
 def test_the_test_notices_where_nobody_waits(write: Callable[..., None], policy: MixedPrecisionPolicy) -> None:
     assert not all(all(run_ranks(_late_reads, write, policy, 1, False, world_size=2)) for _ in range(3))

@@ -85,6 +85,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
     return wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("seed", "buffers"), [(0, 2), (1, 2), (2, 4)])
 def test_no_buffer_is_written_before_all_have_read_it(seed: int, buffers: int) -> None:
     assert run_ranks(_sums, seed, "", buffers, world_size=4) == [[]] * 4

@@ -345,6 +345,7 @@ def _reduce_alone(transport: Transport, buffer: FullBuffer) -> None:
     transport.reduce_scatter(torch.ones(NUMEL), FP32, name="blocks.0").wait()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [_gather_alone, _reduce_alone])
 def test_the_error_names_the_rank_that_did_not_take_part(name: str, act: Callable[..., Any]) -> None:
