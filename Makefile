@@ -11,7 +11,7 @@ PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/p
 
 .PHONY: demo demo-megatron test test-slow test-exhaustive gate test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
 
-demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
+demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, two to four minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU

@@ -236,6 +236,8 @@ def _plan(
         described = None if probe else _read_cluster(cluster, cluster_fields)
         source = _read_model(model, named, optional)  # before the probe, to report a wrong argument immediately
         target = _probe_cluster(cluster_fields, quiet=as_json) if described is None else described
+        if html is not None:  # before the plan, to report a missing package immediately
+            from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
             counts = [max(1, round(batch_tokens / (tokens * target.ranks)))]
@@ -271,8 +273,6 @@ def _plan(
             progress.clear()
             typer.echo(result)
             if html is not None:
-                from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
-
                 write_report(result_plan, html, sites=at_sites)  # estimates more rows
                 progress.clear()
                 typer.echo(f"\nwritten: {html}", err=as_json)
@@ -482,7 +482,9 @@ def _read_model(
     if named is not None and Path(named).exists():
         return named
     if named is not None and ":" not in named:
-        raise ValueError(f"the model {named!r} is not a file. Pass a config.json, its folder, or a module:function")
+        raise ValueError(
+            f"there is no file or folder {named!r}. As the model, pass a config.json, its folder, or a module:function"
+        )
     if named is not None:
         if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
             sys.path.insert(0, os.getcwd())

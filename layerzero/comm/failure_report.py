@@ -196,14 +196,21 @@ def _describe_statuses(
     sentences = []
     for rank in missing:
         if connection_lost and len(missing) == 1:
-            text = f"rank {rank} has died or has exited, because its connection was closed"
+            text = f"rank {rank} has died or has exited: its connection was closed"
         elif connection_lost:
             text = f"rank {rank} has not reported a status"
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
-        sentences.append(text + (f" (it last published status: {statuses[rank].doing})" if rank in statuses else ""))
+        sentences.append(
+            text
+            + (
+                f" (it last published status: {statuses[rank].doing}; few operations publish one)"
+                if rank in statuses
+                else ""
+            )
+        )
     if connection_lost and len(missing) > 1:
-        sentences.append("at least one of them has died or has exited, because its connection was closed")
+        sentences.append("at least one of them has died or has exited: its connection was closed")
     relation = "also waited without success in" if missing else "was in another operation:"
     sentences += [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
     if gave_up and status.failed == _LOST and not missing and not elsewhere:

@@ -165,10 +165,9 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     if kind != "cpu" or math.isinf(available):
         return findings
     text = (
-        f"{size_text(available)} of memory available. With several ranks per node, bf16 weights and AdamW, the ranks "
-        "of a node together need 6 bytes per parameter, plus 12 bytes per parameter divided by the number of nodes, "
-        f"plus activations. Not counting activations, a model of up to {parameters_text(available / 18)} fits on "
-        "one node"
+        f"{size_text(available)} of memory available, enough for a model of up to {parameters_text(available / 18)} "
+        "on one node, without activations (bf16 weights, AdamW, several ranks). On n nodes, the ranks of each node "
+        "together need 6 + 12/n bytes per parameter, plus activations"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]
 
@@ -191,7 +190,7 @@ def check_file_limit(limit: int, world: int, local: int) -> Finding:
     return Finding(
         _MEMORY,
         "ok",
-        f"limit of open files per process: {limit_text}" + f", gloo needs {needed:,} or more" * (world > 1),
+        f"limit of open files per process: {limit_text}" + f"; gloo's connections need {needed:,}" * (world > 1),
     )
 
 

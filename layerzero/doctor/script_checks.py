@@ -52,7 +52,7 @@ def check_script(path: Path) -> list[Finding]:
         text = f"{path} cannot be read: {error}"
         return [Finding(_GROUP, "problem", text, "Pass the path of a Python program")]
     findings = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in mistakes(tree)]
-    return findings or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that can be seen without running it")]
+    return findings or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that this command looks for")]
 
 
 def mistakes(tree: ast.Module) -> list[Mistake]:
@@ -250,16 +250,13 @@ def _calls_step(optimizer: str, following: Sequence[ast.stmt]) -> bool:
 
 def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mistake]:
     """Yield calls under ``if rank == 0:`` to functions that all ranks must call."""
-    variables = _rank_variables(tree, names)
+    assigned = _assigned_values(tree)
+    ranks = {name for name, values in assigned.items() if all(_reads_rank(value, names) for value in values)}
+    flags = {name for name, values in assigned.items() if all(_is_one_rank(value, ranks, names) for value in values)}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
+        if not isinstance(node, ast.If):
             continue
-        left, comparators = node.test.left, node.test.comparators
-        is_rank = (isinstance(left, ast.Name) and left.id in variables) or _reads_rank(left, names)
-        is_number = (
-            len(comparators) == 1 and isinstance(comparators[0], ast.Constant) and isinstance(comparators[0].value, int)
-        )
-        if not (is_rank and is_number and isinstance(node.test.ops[0], ast.Eq)):
+        if not _is_one_rank(node.test, ranks, names) and not _is_variable(node.test, flags):
             continue
         elsewhere = {_full_name(call.func, names) for statement in node.orelse for call in _calls(statement)}
         for call in (call for statement in node.body for call in _calls(statement)):
@@ -269,19 +266,39 @@ def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mist
                 yield Mistake(call.lineno, text, "Call it on all ranks, and keep only prints and writes under the if")
 
 
-def _rank_variables(tree: ast.Module, names: dict[str, str]) -> set[str]:
-    """Return the variables to which the program assigns only the rank or local rank of this process."""
-    values: dict[str, list[bool]] = {}
+def _assigned_values(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """Return all values of each variable. Omit parameters, and variables that have other values, as in a for loop."""
+    values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
-            values.setdefault(node.targets[0].id, []).append(_reads_rank(node.value, names))
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for variable, assigned in pairs:
+            if isinstance(variable, ast.Name):
+                values.setdefault(variable.id, []).append(assigned)
     stored_names = [
         each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
     ]
     parameters = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
-    return {
-        n for n, reads in values.items() if all(reads) and len(reads) == stored_names.count(n) and n not in parameters
-    }
+    return {n: found for n, found in values.items() if len(found) == stored_names.count(n) and n not in parameters}
+
+
+def _is_one_rank(test: ast.expr, ranks: set[str], names: dict[str, str]) -> bool:
+    """Return whether a condition is ``rank == 0``, with any number and any expression for the rank, or ``not rank``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _is_variable(test.operand, ranks) or _reads_rank(test.operand, names)
+    if not isinstance(test, ast.Compare) or len(test.comparators) != 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    number = test.comparators[0]
+    is_number = isinstance(number, ast.Constant) and isinstance(number.value, int)
+    return is_number and (_is_variable(test.left, ranks) or _reads_rank(test.left, names))
+
+
+def _is_variable(node: ast.expr, variables: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in variables
 
 
 def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:

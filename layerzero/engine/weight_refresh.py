@@ -143,7 +143,7 @@ class WeightRefresher:
         self.launch_deferred()
         if self._precedes_forward:
             edited = [handle for handle in self._handles if handle.tracker.dirty]
-            self._require_equal_edits("first forward, after changes of parameters if there are any", edited)
+            self._require_equal_edits("first forward, in which ranks compare changes of parameters", edited)
             self.launch(edited)
             self._precedes_forward = False
             for handle in self._handles:

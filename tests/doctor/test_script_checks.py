@@ -56,6 +56,22 @@ MISTAKES = {
         "",
         "rank 1 has died or has exited",
     ),
+    "collective on one rank of several": (
+        SHARDED + "rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "if rank == 0:\n    state = layerzero.full_state_dict(model)",
+        "",
+        "rank 1 has died or has exited",
+    ),
+    "collective where the rank is zero": (
+        SHARDED + "if not rank:\n    state = layerzero.full_state_dict(model)",
+        "",
+        "rank 1 has died or has exited",
+    ),
+    "collective on the main rank": (
+        SHARDED + "is_main = rank == 0\nif is_main:\n    state = layerzero.full_state_dict(model)",
+        "",
+        "rank 1 has died or has exited",
+    ),
     "save on one rank": (
         SHARDED + "if rank == 0:\n    checkpoint.save('somewhere', model)",
         "",
@@ -107,6 +123,8 @@ RIGHT = {
     "a call on every rank": "if rank == 0:\n    a = layerzero.full_state_dict(model)\nelse:\n"
     "    layerzero.full_state_dict(model)",
     "a rank that is no rank": "rank = 8\nif rank == 0:\n    layerzero.full_state_dict(model)",
+    "a flag that is also something else": "main = rank == 0\nmain = True\nif main:\n    layerzero.full_state_dict(model)",
+    "a flag of no rank": "main, rank = True, 8\nif main:\n    layerzero.full_state_dict(model)",
     "a condition with more": "if rank == 0 or True:\n    layerzero.full_state_dict(model)",
     "a local function": "if rank == 0:\n    print(layerzero.memory(model))",
     "a sharded optimizer": SHARD + SGD + "optimizer = layerzero.shard_optimizer(optimizer, model)\n" + STEP,
