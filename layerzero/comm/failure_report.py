@@ -201,14 +201,9 @@ def _describe_statuses(
             text = f"rank {rank} has not reported a status"
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
-        sentences.append(
-            text
-            + (
-                f" (it last published status: {statuses[rank].doing}; few operations publish one)"
-                if rank in statuses
-                else ""
-            )
-        )
+        if rank in statuses:
+            text += f" (it last published status: {statuses[rank].doing}; few operations publish one)"
+        sentences.append(text)
     if connection_lost and len(missing) > 1:
         sentences.append("at least one of them has died or has exited: its connection was closed")
     relation = "also waited without success in" if missing else "was in another operation:"

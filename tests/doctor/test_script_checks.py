@@ -123,7 +123,7 @@ RIGHT = {
     "a call on every rank": "if rank == 0:\n    a = layerzero.full_state_dict(model)\nelse:\n"
     "    layerzero.full_state_dict(model)",
     "a rank that is no rank": "rank = 8\nif rank == 0:\n    layerzero.full_state_dict(model)",
-    "a flag that is also something else": "main = rank == 0\nmain = True\nif main:\n    layerzero.full_state_dict(model)",
+    "a flag with another value": "main = rank == 0\nmain = True\nif main:\n    layerzero.full_state_dict(model)",
     "a flag of no rank": "main, rank = True, 8\nif main:\n    layerzero.full_state_dict(model)",
     "a condition with more": "if rank == 0 or True:\n    layerzero.full_state_dict(model)",
     "a local function": "if rank == 0:\n    print(layerzero.memory(model))",
