@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-slow test-exhaustive gate test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
+.PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, two to four minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -36,9 +36,6 @@ soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; AR
 
 chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tries 50 --seed 7 --only SIGKILL"
 	$(BIN)/python -m tests.chaos $(ARGS)
-
-gate: $(VENV)/ready  ## what a change needs: test, test-slow and integrations in one session, which collects the tests once
-	$(PYTEST) -m "not exhaustive" --override-ini "norecursedirs=.*" $(ARGS)
 
 integrations: $(VENV)/ready  ## integrations with other packages, and comparisons with them
 	$(PYTEST) tests/integrations tests/megatron $(ARGS)

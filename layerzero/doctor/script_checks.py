@@ -249,7 +249,7 @@ def _calls_step(optimizer: str, following: Sequence[ast.stmt]) -> bool:
 
 
 def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield calls under ``if rank == 0:`` to functions that all ranks must call."""
+    """Yield calls under a condition such as ``rank == 0`` to functions that all ranks must call."""
     assigned = _assigned_values(tree)
     ranks = {name for name, values in assigned.items() if all(_reads_rank(value, names) for value in values)}
     flags = {name for name, values in assigned.items() if all(_is_one_rank(value, ranks, names) for value in values)}
@@ -267,7 +267,7 @@ def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mist
 
 
 def _assigned_values(tree: ast.Module) -> dict[str, list[ast.expr]]:
-    """Return all values of each variable. Omit parameters, and variables that have other values, as in a for loop."""
+    """Return the values assigned to each variable. Omit variables that get values elsewhere, as in a loop or a call."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:

@@ -141,7 +141,7 @@ def _fsdp2_loads(rank: int, path: str, name: str, plainly: bool) -> dict[str, Te
     return whole(model, optimizer)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plainly", [False, True], ids=["checkpoint.save", "dcp.save"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_checkpoint_of_ours_loads_into_fsdp2(tmp_path: Path, name: str, plainly: bool) -> None:

@@ -237,7 +237,7 @@ def test_pairs_connect_when_an_optimizer_needs_full_matrices() -> None:
     run_ranks(_muon_on_connected_groups, world_size=WORLD, pg_timeout=30)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_no_communicator_connects_after_the_model_was_built(zero3_size: int) -> None:
     run_ranks(_trains_on_connected_groups, zero3_size, world_size=WORLD, pg_timeout=30)

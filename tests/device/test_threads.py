@@ -106,7 +106,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
     return logs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_late_threads_change_no_bit_and_each_communicator_has_one_order_on_all_ranks(
     zero3_size: int, tmp_path: Path

@@ -188,7 +188,6 @@ def _odd_graphs(rank: int, setting: str) -> None:
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.slow)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)

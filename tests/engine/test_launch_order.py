@@ -141,9 +141,9 @@ def _compare(rank: int, zero3_size: int, path: str, settings: list[dict[str, Any
     return logs
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("world_size", "zero3_size"), [pytest.param(2, 2, marks=pytest.mark.exhaustive), (4, 2), (4, 1)]
+    ("world_size", "zero3_size"),
+    [(4, 2), *(pytest.param(*grid, marks=pytest.mark.exhaustive) for grid in [(2, 2), (4, 1)])],
 )
 def test_launches_are_alike_where_ranks_use_different_parameters(
     world_size: int, zero3_size: int, tmp_path: Any

@@ -332,7 +332,7 @@ def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
         trained[2].step()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def _resume(
         assert not (wrong := different(_everything(model, optimizer), expected["continued"])), f"{case}: {wrong}"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_torchs_recipe_resumes_on_any_topology(tmp_path: Path, kind: str, flat: bool) -> None:
