@@ -351,6 +351,9 @@ def _create_group(
             timeout=backend_timeout(like, device_type) or _get_default_timeout(chosen),
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
+    if set(dist.BackendConfig(chosen).device_backend_map.values()) == {"gloo"}:
+        # torch omits this if a backend plugin is registered, which importing FSDP does, and later warns about it.
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group, store
 

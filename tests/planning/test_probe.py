@@ -116,6 +116,7 @@ PLAN = ("-m", "layerzero", "plan", "--probe", "--layers", "2", "--hidden", "64",
 def test_the_command_measures_where_it_runs_and_plans_for_it(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = _run(*torchrun, *PLAN, "--memory", "6", folder=tmp_path)
+    assert "No backend of type" not in done.stderr  # torch's warning when it destroys a group without default backend
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("# measured on 2 ranks") == 1 and done.stdout.count("Recommended:") == 1, done.stdout
     assert "accelerators: 2" in done.stdout and "# between: 800  # Gbit/s per node\n" in done.stdout
