@@ -11,7 +11,7 @@ PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/p
 
 .PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
 
-demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, two to four minutes
+demo: $(VENV)/base  ## train a small GPT on 4 ranks of this machine, two to four minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU
@@ -89,12 +89,15 @@ compare: $(VENV)/ready  ## your model with DDP, FSDP2, HSDP and layerzero side b
 bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
-$(VENV)/ready: requirements.txt constraints.txt requirements-megatron.txt requirements-loops.txt setup.py pyproject.toml
+$(VENV)/base: requirements.txt constraints.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+$(VENV)/ready: $(VENV)/base requirements-megatron.txt requirements-loops.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-megatron.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-loops.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 $(VENV)-megatron/ready: requirements.txt constraints.txt requirements-megatron-0.19.txt setup.py pyproject.toml
