@@ -67,10 +67,19 @@ def even_sharding_message(func: Any, spec: RowShardSpec) -> str:
     )
 
 
+def _no_gradient_message(func: Any, spec: RowShardSpec) -> str:
+    return (
+        f"torch.autograd.grad found no gradient of an input. Parameter {spec.name!r} is among the inputs, and units "
+        "compute with its gathered copy, which autograd.grad does not reach. Call loss.backward(inputs=parameters) and "
+        "read p.grad. Only terms computed from p.to_local() have gradients here"
+    )
+
+
 _EXPLAINED = {  # keyed by a substring of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered_message,
     "is invalid for input of size": even_sharding_message,
     "must match the existing size": even_sharding_message,
+    "appears to not have been used in the graph": _no_gradient_message,
 }
 
 

@@ -20,6 +20,7 @@ _ABOUT_ITSELF = {
     *("size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "get_device"),
     *("is_floating_point", "is_complex", "type", "requires_grad_", "retain_grad", "backward", "__hash__", "__len__"),
     *("__get__", "__set__", "__delete__", "__dir__", "register_hook", "is_contiguous", "data_ptr"),
+    "register_post_accumulate_grad_hook",
 }
 _READS = {"item", "__float__", "__int__", "__bool__", "__index__", "__format__", "__complex__", "__contains__"}
 _RESHAPES = {

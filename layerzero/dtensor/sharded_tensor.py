@@ -78,6 +78,10 @@ class RowShardedTensor(DTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            kwargs = {**kwargs, "inputs": _with_gathered(kwargs["inputs"])}
+        if func is torch.autograd.grad:  # an unused input would be a parameter that units have used in gathered form
+            kwargs = {**kwargs, "allow_unused": False, "materialize_grads": False}
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
@@ -254,7 +258,7 @@ class ShardedScalar(RowShardedTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in FUNCTION_OVERRIDES or is_metadata_access(func):
+        if func in FUNCTION_OVERRIDES or is_metadata_access(func) or func is torch.autograd.grad:
             return super().__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         spec = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
@@ -303,7 +307,30 @@ class _ZeroDimToRow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C._DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
-        return sharded(rows, ctx.spec, MutationTracker())
+        gradient = sharded(rows, ctx.spec, MutationTracker())
+        return None if _accumulate_grad(ctx.next_functions[0][0], gradient) else gradient
+
+
+def _accumulate_grad(node: Any, gradient: RowShardedTensor) -> bool:
+    """Do the work of an AccumulateGrad node: add `gradient` to the ``.grad`` of a 0-dim parameter.
+
+    Autograd itself would add the 0-dim DTensors, and DTensor cannot do that. Return False, without a change, if `node`
+    does not accumulate.
+    """
+    parameter = getattr(node, "variable", None)
+    if parameter is None:
+        return False
+    try:
+        if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+            return False
+    except RuntimeError:  # torch.autograd.grad with respect to the parameter
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(parameter.grad, RowShardedTensor):
+            parameter.grad._local_tensor.add_(gradient._local_tensor)
+        else:
+            parameter.grad = gradient
+    return True
 
 
 class _RowToZeroDim(torch.autograd.Function):
@@ -345,6 +372,12 @@ def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTe
     spec = DTensorSpec(local.spec.mesh, (*model_parallel_placements, Shard(0), Shard(0)), tensor_meta=meta)
     kind = RowShardedTensor if shape else ShardedScalar
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _with_gathered(inputs: Sequence[Any]) -> list[Any]:
+    """Add the gathered parameters, with which units compute, to the argument `inputs` of a backward pass."""
+    gathered = [tensor.gathered for tensor in inputs if isinstance(tensor, RowShardedTensor)]
+    return [*inputs, *(leaf for leaf in gathered if leaf is not None)]
 
 
 def _as_row_sharded(made: Tensor) -> Tensor:

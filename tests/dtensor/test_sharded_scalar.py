@@ -192,6 +192,36 @@ def test_a_temperature_is_clamped_set_and_looked_at() -> None:
     run_ranks(_handled, world_size=WORLD)
 
 
+def _penalties(rank: int) -> None:
+    """Penalize twice in each loss, while the parameter has a gradient. Autograd processes these terms first."""
+    torch.manual_seed(0)
+    model = shard(Clip())
+    for _ in range(2):
+        loss = 0 * model(batch(rank, 0)).sum()
+        for _ in range(2):
+            loss = loss + 0.5 * sum(p.to_local().square().sum() for p in (model.logit_scale, model.logit_bias))
+        loss.backward()
+    value = model.logit_scale.detach().full_tensor()
+    torch.testing.assert_close(model.logit_scale.grad.full_tensor(), 4 * value)
+    # autograd.grad returns the gradient and leaves .grad as it is.
+    (alone,) = torch.autograd.grad(0.5 * model.logit_scale.to_local().square().sum(), model.logit_scale)
+    assert torch.equal(alone.full_tensor(), value)
+    torch.testing.assert_close(model.logit_scale.grad.full_tensor(), 4 * value)
+    with pytest.raises(RuntimeError, match=r"autograd\.grad found no gradient"):
+        torch.autograd.grad(model(batch(rank, 0)).sum(), [model.logit_scale])
+
+    model.zero_grad()
+    calls: list[Tensor] = []
+    with torch.no_grad():  # as hooks may be registered anywhere
+        model.logit_scale.register_post_accumulate_grad_hook(calls.append)
+    model(batch(rank, 0)).sum().backward()
+    assert len(calls) == 1 and calls[0] is model.logit_scale
+
+
+def test_a_temperature_has_penalties_and_hooks() -> None:
+    run_ranks(_penalties, world_size=WORLD)
+
+
 # --- full states, checkpoints, averages ---
 
 

@@ -440,6 +440,44 @@ def test_an_edit_between_forward_and_backward_is_an_error() -> None:
     run_ranks(_edit_in_flight, world_size=WORLD)
 
 
+def _backward_to_parts(rank: int) -> None:
+    """Pass the parameters of one unit to each backward pass, as in a loop for a GAN that is one model."""
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        torch.manual_seed(0)
+        alone = blocks(3)
+        model = shard(copy.deepcopy(alone), **settings)
+        optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+        for step, part in enumerate((2, 0, 1, 0)):
+            for micro_batch in range(2):
+                inputs = {r: batch(r, step, micro_batch).requires_grad_() for r in range(WORLD)}
+                x = inputs[rank].detach().requires_grad_()
+                with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                    loss_of(model(x)).backward(inputs=[x, *model.units[part].parameters()])
+                for each in inputs.values():
+                    loss_of(alone(each)).backward(inputs=[each, *alone.units[part].parameters()])
+                torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=1e-10, atol=1e-12)
+            assert_same_gradients(model, alone, (settings, step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        loss_of(model(batch(rank, 0))).backward()  # to all parameters
+        for r in range(WORLD):
+            loss_of(alone(batch(r, 0))).backward()
+        assert_same_gradients(model, alone, settings)
+
+        parameters = list(model.parameters())
+        for unused in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+            with pytest.raises(RuntimeError, match=r"autograd\.grad found no gradient of an input.*'scale'"):
+                torch.autograd.grad(loss_of(model(batch(rank, 0))), parameters, **unused)
+        rows = model.scale.to_local()
+        (gradient,) = torch.autograd.grad(rows.square().sum(), [model.scale])
+        assert torch.equal(gradient.to_local(), 2 * rows)
+
+
+def test_a_backward_reaches_the_parameters_that_it_is_given() -> None:
+    run_ranks(_backward_to_parts, world_size=WORLD)
+
+
 MISUSES: dict[str, Callable[[Chain, Tensor], Tensor]] = {
     "full_tensor in a loss": lambda model, x: model.units[0].linear.weight.full_tensor().square().sum(),
     "a weight in a loss": lambda model, x: (x @ model.units[0].linear.weight).sum(),

@@ -232,6 +232,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_rows.py::test_batch_norm_beside_bf16_may_be_left_out",
     ),
     # --- graphs and loops ---
+    "`torch.autograd.grad(loss, parameters)`": (
+        "engine/test_grad_attribute.py::test_a_backward_reaches_the_parameters_that_it_is_given",
+    ),
     "`create_graph=True`": ("engine/test_hooks.py::test_create_graph_is_an_error_that_says_what_to_do",),
     "Ranks of one ZeRO-3 group that call": (
         "engine/test_varying_calls.py::test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders",
