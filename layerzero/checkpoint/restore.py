@@ -216,8 +216,8 @@ class RestorePlan:
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
             self.problems.append(
-                f"the optimizer was {kind} in the checkpoint and is {own} here. Build the saved optimizer, or load the "
-                "model without an optimizer"
+                f"the checkpoint has the state of {kind}, but the optimizer is {own}. Build {kind}, or load the model "
+                "without an optimizer"
             )
             return
         groups = optimizer.param_groups

@@ -202,7 +202,10 @@ def _describe_statuses(
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
         if rank in statuses:
-            text += f" (its last published status: {statuses[rank].doing}; few operations publish one)"
+            text += (
+                f" (its last published status: {statuses[rank].doing}; few operations publish one, so it may be in "
+                "another one now)"
+            )
         sentences.append(text)
     if connection_lost and len(missing) > 1:
         sentences.append("at least one of them has died or has exited: its connection was closed")

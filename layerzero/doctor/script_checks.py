@@ -157,10 +157,11 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
         is_wrapper = full.startswith("torch.") and kind in _WRAPPERS
         if call is not None and (is_wrapper or full == "layerzero.shard_model"):
             model = _first_argument(call, "module", "model")
-            earlier = wrapped.get(model)
+            earlier = wrapped.get(model) or _wrapper_inside(call, names)
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
             if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
-                text = f"{kind} of {model}, which {earlier} already manages: layerzero refuses this model"
+                of = f"{model}, which" if model else "a model that"
+                text = f"{kind} of {of} {earlier} already manages: layerzero refuses this model"
                 yield Mistake(call.lineno, text, "Keep shard_model, and remove the other wrapper")
             if kind in {"shard_model", "fully_shard"} and model:  # these change the model itself
                 targets = targets | {model}
@@ -168,6 +169,15 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
         else:
             for name in targets:
                 wrapped.pop(name, None)
+
+
+def _wrapper_inside(call: ast.Call, names: dict[str, str]) -> str:
+    """Return the wrapper whose result is the first argument of `call`, as in ``shard_model(fully_shard(model))``."""
+    inner = call.args[0] if call.args else None
+    full = _full_name(inner.func, names) if isinstance(inner, ast.Call) else ""
+    kind = full.rpartition(".")[2]
+    is_wrapper = full == "layerzero.shard_model" or (full.startswith("torch.") and kind in _WRAPPERS)
+    return kind if is_wrapper else ""
 
 
 def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:

@@ -188,9 +188,10 @@ def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> Non
 def _partial_value_message(part: PartialScalar) -> str:
     spec = part.spec
     return (
-        f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read: "
-        f"this rank has only a partial value, from {len(spec.rows)} of {spec.num_rows} rows. Call full_tensor() first, "
-        "on all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
+        f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read "
+        f"on one rank: this rank has {len(spec.rows)} of {spec.num_rows} rows, and the results of all ranks must be "
+        "combined. Call full_tensor() first, on all ranks, as in p.norm().full_tensor().item(). To reduce only this "
+        "rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )
 

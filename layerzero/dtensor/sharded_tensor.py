@@ -203,8 +203,8 @@ class RowShardedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            "pickling a parameter sharded by layerzero is not supported: this rank has only some of its rows. Save "
-            "layerzero.full_state_dict(model), or use torch.distributed.checkpoint"
+            "pickling a parameter sharded by layerzero is not supported: this rank has only some of its rows. Call "
+            "layerzero.full_state_dict(model) on all ranks and save the result on one, or use layerzero.checkpoint.save"
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
@@ -122,6 +124,7 @@ class ForwardPass:
         called: units in the order in which they were called.
         returned: calls that are in an autograd graph, in the order in which they returned.
         prefetched: units whose gathers were launched before they were called.
+        inputs: tensors that were inputs of calls, as a weak set.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -130,6 +133,7 @@ class ForwardPass:
         self.returned: list[weakref.ref[UnitCall]] = []
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
+        self.inputs = WeakIdKeyDictionary()  # the values are None
         self.still_gathered: Unit | None = (
             None  # unit of the last call, if the next call is expected to be of the same unit
         )

@@ -16,6 +16,15 @@ with such inputs ends with the enclosing backward pass. In a reentrant checkpoin
 Gradients of the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units
 and of tied weights that use the unit's weights.
 
+[Note: Inputs of several calls]
+The gradient of a tensor is complete when all of its uses have run. If several calls use the same tensor, such as the
+output of an encoder that all layers of a decoder attend to, its gradient is known only after the backward pass of the
+first of these calls. If a call has several inputs, the gradient of one of them may be known only after other calls.
+Such calls would hold their full buffers for too long. Therefore they receive aliases of their inputs, which only this
+call uses. Autograd creates the nodes of the aliases at the start of the call, so it runs them directly after the
+call's other nodes. Only inputs that are arguments themselves have aliases, not those inside lists and other objects,
+because the module may modify these objects.
+
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
 calls. A backward pass prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the
@@ -196,7 +205,7 @@ class Scheduler(Closable):
         unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._compute_dtypes(unit))
         if torch.is_grad_enabled():
-            self._hook_inputs(call, args, kwargs)
+            args, kwargs = self._hook_inputs(call, args, kwargs)
         self._observer.begin("forward", unit.label, call)
         return args, kwargs
 
@@ -292,14 +301,29 @@ class Scheduler(Closable):
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
 
-    def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
-        # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
-        inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward pass is unknown
+    def _hook_inputs(
+        self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Register hooks that end the backward pass of this call. Return the inputs for the module.
+
+        See [Note: Inputs of several calls].
+        """
+        inputs = _inputs_in_graph(args, kwargs)
+        if self._forward is not None:
+            earlier = self._forward.inputs
+            if len(inputs) > 1 or any(tensor in earlier for tensor in inputs):
+                aliases = {id(tensor): tensor.view_as(tensor) for tensor in inputs if tensor.layout is torch.strided}
+                args = tuple(aliases.get(id(value), value) for value in args)
+                kwargs = {name: aliases.get(id(value), value) for name, value in kwargs.items()}
+            for tensor in inputs:
+                earlier[tensor] = None
+            inputs = _inputs_in_graph(args, kwargs)
+        call.ends_with_input_grad = bool(inputs)
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
+        return args, kwargs
 
     def _hook_outputs(self, call: UnitCall, output: Any) -> bool:
         """Register hooks that gather the unit when the backward pass reaches this call.
@@ -645,3 +669,9 @@ class Scheduler(Closable):
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()
+
+
+def _inputs_in_graph(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the inputs that autograd computes gradients for, without leaves, whose hooks may run too early."""
+    found = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None}
+    return list(found.values())

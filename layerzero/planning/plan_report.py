@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
-_ONE_UNIT = "the whole model is one unit, so each gather collects all weights; `units` or --unit divides it"
+_ONE_UNIT = "the whole model is one unit, so a gather would collect all weights at once; `units` or --unit divides it"
 _SHOWN = 12  # number of rows that are shown by default
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",

@@ -33,7 +33,7 @@ class MemoryReport:
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
       pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
-      refreshes that `refresh_codec` encodes. On the CPU, they are kept. On a device, they are returned to torch's
+      refreshes that `refresh_codec` encodes. On a CPU, they are kept. On an accelerator, they are returned to torch's
       allocator between backward passes, and this kind is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
@@ -51,10 +51,11 @@ class MemoryReport:
 
     Attributes:
         predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
-            the second step on, if units are called one after the other in the order of their registration. The measured
-            ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls to units interleave and their
-            gradients arrive at the same time. The measured ``reduce_buffer`` is smaller before the first backward that
-            reduces gradients, because it is allocated on first use.
+            the second step on, if units are called one after the other in the order of their registration, and if no
+            other forward has run since the step. The measured ``reduce_buffer`` may be larger if parameters were
+            unfrozen, or if calls to units interleave and their gradients arrive at the same time. If ranks do not share
+            memory, the measured ``reduce_buffer`` is smaller before the first backward that reduces gradients, because
+            it is allocated on first use.
         measured: number of bytes in the storages that currently exist.
         predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
             state and the measured state of outer steps.
@@ -115,7 +116,7 @@ class TrafficReport:
             replicas), ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel``
             (such as the tensor-parallel axis), ``site`` (between sites).
         predicted: predicted number of bytes that gathers, reductions and refreshes send, by collective, for the same
-            number of calls. A collective is omitted if the handles have not all called it equally often. Refreshes are
+            number of calls. A collective is omitted if some units have called it more often than others. Refreshes are
             omitted if `refresh_codec` encodes them.
         transport: name of the transport inside the ZeRO-3 group: ``"process_group"`` or ``"shared_memory"``.
     """

@@ -73,7 +73,8 @@ def settings_to_compare(
                 else ""
             )
             kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
-            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in unit {plan.name!r}"
+            label = f"unit {plan.name!r}" if plan.name else "the root"
+            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {label}"
             fields[f"parameter {info.name!r}"] = text
         if plan.mesh is not plans[0].mesh:
             fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)

@@ -44,6 +44,7 @@ def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 member = lz_state.parameters.managed_param(parameter)
                 if member is not None:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded. Use "
-                        "optimizer = layerzero.shard_optimizer(optimizer, model)"
+                        f"{type(optimizer).__name__}.step() would update parameter {member.name!r}, which layerzero "
+                        "has sharded. Call step() of the optimizer that layerzero.shard_optimizer(optimizer, model) "
+                        "returns"
                     )

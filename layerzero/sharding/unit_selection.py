@@ -434,12 +434,12 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
         why = (
             f"has no module of the classes in its _no_split_modules, {sorted(listed_classes)}"
             if listed_classes
-            else "has no such list"
+            else "does neither"
         )
         raise ValueError(
-            f"units='auto' makes units of the classes that a model lists in _no_split_modules, as most models of "
-            f"transformers do, or checkpoints individually. This {type(model).__name__} {why}. Pass the classes of its "
-            f"blocks: units={{Block}}"
+            "units='auto' finds blocks only in models that list them in _no_split_modules, as most models of "
+            "Transformers do, or that apply activation checkpointing to each block. This "
+            f"{type(model).__name__} {why}. Pass the classes of its blocks: units={{Block}}"
         )
     return classes
 

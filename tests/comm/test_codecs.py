@@ -169,7 +169,7 @@ def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPa
         lambda: codec.encode(shard, blocks, encoded),
         lambda: codec.decode(encoded, blocks, found),
     ):
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             code()
         memory = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         assert memory and max(accumulate(memory)) < 12 * 100_000, "one long row at a time"

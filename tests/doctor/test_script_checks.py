@@ -34,6 +34,11 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 # The last line of each program up to the mark is the mistake; the text is of the error that it raises.
 MISTAKES = {
     "DDP, then shard_model": (START + "model = DDP(model)\n" + SHARD[:-1], "", "is wrapped in Distributed"),
+    "DDP inside shard_model": (
+        START + "model = layerzero.shard_model(DDP(model), zero3_size=2)",
+        "",
+        "is wrapped in Distributed",
+    ),
     "fully_shard, then shard_model": (
         START + "fully_shard(model)\n" + SHARD[:-1],
         "",
@@ -77,11 +82,15 @@ MISTAKES = {
         "",
         "did not take part",
     ),
-    "optimizer without shard_optimizer": (SHARDED + SGD[:-1], "\n" + STEP, "SGD steps 'blocks"),
+    "optimizer without shard_optimizer": (
+        SHARDED + SGD[:-1],
+        "\n" + STEP,
+        r"SGD\.step\(\) would update parameter 'blocks",
+    ),
     "discarded result": (
         SHARDED + SGD + "layerzero.shard_optimizer(optimizer, model)",
         "\n" + STEP,
-        "SGD steps 'blocks",
+        r"SGD\.step\(\) would update parameter 'blocks",
     ),
     "deepcopy": (SHARDED + "other = copy.deepcopy(model)", "", "deepcopy of a model sharded by layerzero"),
     "assign": (

@@ -35,6 +35,8 @@ from tests.support.graphs import (
     Block,
     Case,
     Chain,
+    EncoderDecoder,
+    SideBySide,
     assert_same_gradients,
     batch,
     blocks,
@@ -202,6 +204,19 @@ CASES: dict[str, Case] = {
     "partly frozen units": Case(lambda: freeze(blocks(), "units.0.linear.weight", "units.1.linear.bias"), IN_FLIGHT),
     "odd shapes and several dtypes": Case(lambda: Chain(Odd(), Block()), IN_FLIGHT),
     "partly frozen odd shapes": Case(lambda: freeze(Chain(Odd()), "units.0.odd.3", "units.0.odd.5")),
+    **{
+        f"encoder and decoder, {', '.join(f'{key} {value}' for key, value in options.items())}": Case(
+            partial(EncoderDecoder, **options), IN_FLIGHT
+        )
+        for options in (
+            {"in_place": False},
+            {"in_place": True},
+            {"listed": True},
+            {"reentrant": True},
+            {"reentrant": False},
+        )
+    },
+    "units with the same input": Case(SideBySide, IN_FLIGHT),
     **{
         f"a {how} weight of the root in the middle": Case(partial(Through, how))
         for how in ("frozen", "detached", "used")

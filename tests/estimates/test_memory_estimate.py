@@ -25,7 +25,7 @@ from layerzero.engine import reduction_queue
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.weight_storage import GatherState
-from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
+from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, mesh_of, run_ranks
@@ -287,6 +287,19 @@ def _nested(rank: int) -> None:
     for kind in report.predicted.keys() - {"cached_buffer"}:
         assert report.measured[kind] == report.predicted[kind], (kind, report)
     assert report.measured_peak == report.predicted_peak, report
+
+
+def _several_inputs(rank: int) -> None:
+    """Units with several inputs, or with an input that other units use, too, are freed as early as others."""
+    for make, micro_batches in itertools.product((EncoderDecoder, SideBySide), (1, 2)):
+        torch.manual_seed(0)
+        model = shard(make().float(), size=2)
+        _train(model, rank, (micro_batches, micro_batches))
+        _assert_predicted(model, (make, micro_batches))
+
+
+def test_units_with_several_inputs_are_predicted_too() -> None:
+    run_ranks(_several_inputs, shared_memory="off")
 
 
 def test_units_inside_units_are_predicted_too() -> None:

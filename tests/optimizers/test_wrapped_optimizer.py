@@ -164,7 +164,7 @@ def _hooks(rank: int) -> None:
         optimizer.inner.register_step_post_hook(lambda *_: seen.append(("inner post", "")))
         backward(model, rank)
         seen.clear()
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             optimizer.step()
         with warnings.catch_warnings():  # an lr_scheduler.step() before the optimizer's would warn
             warnings.simplefilter("error")

@@ -247,7 +247,7 @@ def _around(event: Any) -> list[str]:
 def _profiled(rank: int) -> None:
     model, optimizer = transformer()
     for _ in range(3):
-        with profile(activities=[ProfilerActivity.CPU]) as profiler, late_threads(0.02):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, late_threads(0.02):
             train(model, optimizer, 2)
         # On a busy machine torch's profiler sometimes records no event at all, not even torch's own operators.
         recorded = torch.tensor(int(any(event.name.startswith("aten::") for event in profiler.events())))
@@ -269,7 +269,7 @@ def _profiled(rank: int) -> None:
     assert sum("layerzero.forward blocks.1" in _around(norm) for norm in norms) == 4, "two norms, two micro-batches"
 
     failing = shard(Chain(_Raises(), Block()))
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         failing.units[0].raises = True
         with pytest.raises(LookupError):
             failing(batch(rank, 0))

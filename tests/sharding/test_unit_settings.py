@@ -330,7 +330,7 @@ def _auto(rank: int) -> None:
         model = shard(make(), units="auto")
         found = [unit.name for unit in get_state(model).units]
         assert found == (names or ["", "units.0.layers.0", "units.0.layers.1"])
-    with pytest.raises(ValueError, match=r"units='auto'.*This Chain has no such list.*units=\{Block\}"):
+    with pytest.raises(ValueError, match=r"units='auto'.*This Chain does neither.*units=\{Block\}"):
         shard(blocks(), units="auto")
     backbone = Backbone()
     backbone._no_split_modules = {"Other"}

@@ -108,6 +108,65 @@ one_pass = partial(run_script, script="F0 B0")
 IN_FLIGHT = partial(run_script, script="F0 F1 B0 F2 B1 B2")
 
 
+class Attending(nn.Module):
+    """Layer with two inputs."""
+
+    UNIT = True
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.memory = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor, memory: Tensor | list[Tensor]) -> Tensor:
+        x = x.mul_(0.5) if self.in_place else x * 0.5
+        if isinstance(memory, list):  # the caller sees the change
+            memory.append(memory[-1] + x)
+            memory = memory[0]
+        return x + torch.tanh(self.linear(x)) * self.memory(memory)
+
+
+class EncoderDecoder(nn.Module):
+    """Encoder whose output all layers of a decoder use, so that its gradient is complete only after all of them.
+
+    Args:
+        listed: pass the encoder's output in a list, to which the layers append.
+    """
+
+    def __init__(self, *, reentrant: bool | None = None, in_place: bool = False, listed: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block(reentrant=reentrant) for _ in range(2))
+        self.decoder = nn.ModuleList(Attending(in_place=in_place) for _ in range(4))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=torch.float64))
+        self.reentrant, self.listed = reentrant, listed
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, y = x, x * self.scale
+        for layer in self.encoder:
+            memory = layer(memory)
+        seen = [memory]
+        for layer in self.decoder:
+            if self.reentrant is None:
+                y = layer(y, seen if self.listed else memory)
+            else:
+                y = checkpoint(layer, y, memory, use_reentrant=self.reentrant)
+        return y + seen[-1]
+
+
+class SideBySide(nn.Module):
+    """Units with the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.units = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return sum(unit(x) for unit in self.units)
+
+
 def blocks(count: int = 3, **settings: Any) -> Chain:
     return Chain(*(Block() for _ in range(count)), **settings)
 
