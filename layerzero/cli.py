@@ -76,10 +76,12 @@ def _verify(
 ) -> None:
     """Train a model for a few steps, unsharded and sharded, and compare gradients and weights.
 
-    For each parameter, the table shows the largest relative differences, the zero3_size (S) and the steps (counted
-    from 0) in which they occurred, and the lowest precision of the sharded run.
+    For each parameter, the table shows the largest relative differences, the
+    zero3_size (S) and the steps in which they occurred, counted from 0, and the
+    lowest precision of the sharded run.
 
-    Exit status: 0 if all sharded runs match the unsharded run, 1 if one differs or fails, 2 for usage errors.
+    Exit status: 0 if all sharded runs match the unsharded run, 1 if one differs
+    or fails (as with a wrong name of a submodule), 2 for other usage errors.
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())

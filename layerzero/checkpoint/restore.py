@@ -215,10 +215,11 @@ class RestorePlan:
             self.problems.append("missing: the optimizer state")
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
-            self.problems.append(
+            text = (
                 f"the checkpoint has the state of {kind}, but the optimizer is {own}. Build {kind}, or load the model "
                 "without an optimizer"
             )
+            self.problems.insert(0, text)  # so that the summary does not omit it
             return
         groups = optimizer.param_groups
         own_names = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}

@@ -50,6 +50,12 @@ _TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "hop2": ("hop 2", "hop 2"), "refresh": ("refresh", "refresh"),
     "fetch": ("host", "host"), "store": ("host", "host"), "down": ("host", "host"), "up": ("host", "host"),
 }  # fmt: skip
+_MEMORY_TEXT = (
+    "<code>zero1_shard</code>: full-precision masters; <code>zero3_shard</code>: compute weights; "
+    "<code>accumulator</code> and <code>gradient_shard</code>: accumulated and final gradients; "
+    "<code>reduce_buffer</code>: scratch memory for reductions; <code>cached_buffer</code>: memory of gathered weights "
+    "that is kept for the next gather."
+)
 _MATPLOTLIB = {
     "svg.fonttype": "none",  # write text as text, not as paths
     "svg.hashsalt": "plan",  # write the same file for the same plan
@@ -99,7 +105,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     waits = parts_text(row)
     waits = waits[0].upper() + waits[1:]
     sections = [
-        ("Peak memory of an accelerator", memory),
+        ("Peak memory of an accelerator", f'{memory}<p class="note">{_MEMORY_TEXT}</p>'),
         (
             f"A step with {settings_text(row.choice)}",
             f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. Gather: the '
@@ -142,7 +148,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        f'<p class="note">{omitted}{COLUMNS_TEXT} For layerzero, the formulas for memory are '
+        f'<p class="note">The recommended row is bold, and rows that do not fit are red. {omitted}{COLUMNS_TEXT} '
+        "For layerzero, the formulas for memory are "
         "those that <code>layerzero.memory</code> uses during a run. Activations are estimated from the "
         "sizes of a transformer, unless you passed their size. The times of FSDP2, HSDP, HFSDP and ZeRO-1 come from "
         "simulated schedules of these schemes.</p>",
@@ -258,7 +265,8 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     axes.axvline(
         limit, color="red", linestyle="--", label=f"{size_text(plan.cluster.room)} of {plan.cluster.memory:g} GB"
     )
-    axes.set_xlim(0, max(1.25 * max(bar_ends), 1.05 * limit))
+    longest = max(bar_ends)
+    axes.set_xlim(0, max(1.25 * longest, 1.05 * limit) if limit < 10 * longest else 1.25 * longest)
     axes.invert_yaxis()
     axes.set_xlabel("GB")
     _ticks(axes.xaxis)
