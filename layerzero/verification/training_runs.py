@@ -100,10 +100,15 @@ class TrainingTask:
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     """Run the model and return its output, or the ``loss`` in its output. This is the default loss function."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    try:
+        output = model(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(
+            "Without a loss function, verify passes the batch to the model: a dict as keyword arguments, a tuple as "
+            "positional arguments. If this is the cause, pass loss_fn, or --loss on the command line"
+        )
+        raise
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(

@@ -342,6 +342,10 @@ def stream_batch(index: int, rank: int) -> Tensor:
     return next(_stream).expand(6, 4)
 
 
+def _two_arguments(index: int, rank: int) -> tuple[Tensor, Tensor]:
+    return make_batch(index, rank), torch.ones(1)
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialized with 4 ranks"),
     "sizes": (
@@ -374,6 +378,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model_fn": functools.partial(nn.Linear, 4, 2)},
         "a tensor of shape [6, 2], which is not a scalar loss",
     ),
+    "arguments": ({"batch_fn": _two_arguments}, "If this is the cause, pass loss_fn, or --loss"),
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
     "stream": ({"batch_fn": stream_batch}, "two calls to batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
@@ -385,7 +390,7 @@ def _message(mistake: dict[str, Any]) -> str:
     try:
         layerzero.verify(**{"model_fn": Net, "batch_fn": make_batch, **mistake})
     except (TypeError, ValueError, RuntimeError) as error:
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "no error"
 
 
