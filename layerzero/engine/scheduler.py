@@ -312,7 +312,7 @@ class Scheduler(Closable):
         if self._forward is not None:
             earlier = self._forward.inputs
             if len(inputs) > 1 or any(tensor in earlier for tensor in inputs):
-                aliases = {id(tensor): tensor.view_as(tensor) for tensor in inputs if tensor.layout is torch.strided}
+                aliases = {id(tensor): torch.ops.aten.alias.default(tensor) for tensor in inputs}
                 args = tuple(aliases.get(id(value), value) for value in args)
                 kwargs = {name: aliases.get(id(value), value) for name, value in kwargs.items()}
             for tensor in inputs:

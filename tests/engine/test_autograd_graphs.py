@@ -163,6 +163,13 @@ def _choose(model: nn.Module, rank: int, step: int, *, used: Callable[[int, int]
     one_pass(model, rank, step)
 
 
+def _deafen(model: nn.Module, rank: int, step: int) -> None:
+    """Run a pass in which rank and step decide which layers of the decoder use the encoder's output."""
+    for index, layer in enumerate(model.decoder):
+        layer.is_deaf = (rank + step + index) % 3 == 0
+    one_pass(model, rank, step)
+
+
 def _tied(reentrant: bool | None = None) -> Chain:
     model = blocks(reentrant=reentrant)
     model.units[2].linear.weight = model.units[0].linear.weight
@@ -216,6 +223,7 @@ CASES: dict[str, Case] = {
             {"reentrant": False},
         )
     },
+    "inputs used by some layers on each rank": Case(EncoderDecoder, _deafen),
     "units with the same input": Case(SideBySide, IN_FLIGHT),
     **{
         f"a {how} weight of the root in the middle": Case(partial(Through, how))
