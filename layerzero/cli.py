@@ -81,7 +81,7 @@ def _verify(
     lowest precision of the sharded run.
 
     Exit status: 0 if all sharded runs match the unsharded run, 1 if one differs
-    or fails (as with a wrong name of a submodule), 2 for other usage errors.
+    or fails (for example, for a wrong --unit name), 2 for other usage errors.
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())

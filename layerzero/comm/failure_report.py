@@ -203,8 +203,8 @@ def _describe_statuses(
             text = f"rank {rank} did not take part within {timeout:g} s"
         if rank in statuses:
             text += (
-                f" (its last published status: {statuses[rank].doing}; few operations publish one, so it may be in "
-                "another one now)"
+                f" (its last published status: {statuses[rank].doing}; few operations publish a status, so the "
+                "rank may be in another now)"
             )
         sentences.append(text)
     if connection_lost and len(missing) > 1:

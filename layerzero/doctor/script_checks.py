@@ -160,8 +160,8 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
             earlier = wrapped.get(model) or _wrapper_inside(call, names)
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
             if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
-                of = f"{model}, which" if model else "a model that"
-                text = f"{kind} of {of} {earlier} already manages: layerzero refuses this model"
+                subject = f"{model}, which" if model else "a model that"
+                text = f"{kind} of {subject} {earlier} already manages: layerzero refuses this model"
                 yield Mistake(call.lineno, text, "Keep shard_model, and remove the other wrapper")
             if kind in {"shard_model", "fully_shard"} and model:  # these change the model itself
                 targets = targets | {model}

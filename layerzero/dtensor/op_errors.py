@@ -11,6 +11,7 @@ __all__ = [
     "STALE_ROWS_MESSAGE",
     "even_sharding_message",
     "named_error",
+    "no_gradient_message",
     "penalty_message",
     "row_move_message",
 ]
@@ -67,11 +68,12 @@ def even_sharding_message(func: Any, spec: RowShardSpec) -> str:
     )
 
 
-def _no_gradient_message(func: Any, spec: RowShardSpec) -> str:
+def no_gradient_message(spec: RowShardSpec) -> str:
+    """Return the error message for ``torch.autograd.grad`` with respect to a parameter that units have used."""
     return (
-        f"torch.autograd.grad found no gradient of an input. Parameter {spec.name!r} is among the inputs, and units "
-        "compute with its gathered copy, which autograd.grad does not reach. Call loss.backward(inputs=parameters) and "
-        "read p.grad. Only terms computed from p.to_local() have gradients here"
+        f"torch.autograd.grad found no gradient for parameter {spec.name!r}. Units compute with the gathered "
+        "parameter, which autograd.grad does not reach. Call loss.backward(inputs=parameters) and read p.grad. "
+        "autograd.grad returns gradients only of terms computed from p.to_local()"
     )
 
 
@@ -79,7 +81,6 @@ _EXPLAINED = {  # keyed by a substring of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered_message,
     "is invalid for input of size": even_sharding_message,
     "must match the existing size": even_sharding_message,
-    "appears to not have been used in the graph": _no_gradient_message,
 }
 
 

@@ -29,7 +29,13 @@ from layerzero.dtensor.derived import with_origin
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import even_sharding_message, named_error, penalty_message, row_move_message
+from layerzero.dtensor.op_errors import (
+    even_sharding_message,
+    named_error,
+    no_gradient_message,
+    penalty_message,
+    row_move_message,
+)
 from layerzero.dtensor.ops_data import FUNCTION_OVERRIDES, AbsentAttribute, mark_uninitialized
 from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_fillable_like
 from layerzero.dtensor.ops_reduction import REDUCTIONS
@@ -80,8 +86,8 @@ class RowShardedTensor(DTensor):
         kwargs = kwargs or {}
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:
             kwargs = {**kwargs, "inputs": _with_gathered(kwargs["inputs"])}
-        if func is torch.autograd.grad:  # an unused input would be a parameter that units have used in gathered form
-            kwargs = {**kwargs, "allow_unused": False, "materialize_grads": False}
+        if func is torch.autograd.grad:
+            return _autograd_grad(*args, **kwargs)
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
@@ -307,18 +313,19 @@ class _ZeroDimToRow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C._DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
-        gradient = sharded(rows, ctx.spec, MutationTracker())
+        # A copy, because autograd may pass the same tensor to other nodes, and _accumulate_grad keeps it.
+        gradient = sharded(rows.clone(), ctx.spec, MutationTracker())
         return None if _accumulate_grad(ctx.next_functions[0][0], gradient) else gradient
 
 
 def _accumulate_grad(node: Any, gradient: RowShardedTensor) -> bool:
     """Do the work of an AccumulateGrad node: add `gradient` to the ``.grad`` of a 0-dim parameter.
 
-    Autograd itself would add the 0-dim DTensors, and DTensor cannot do that. Return False, without a change, if `node`
-    does not accumulate.
+    Autograd itself would add the 0-dim DTensors, and DTensor cannot do that. Return False, without a change, if
+    autograd does not execute `node`, or if the node accumulates nothing.
     """
     parameter = getattr(node, "variable", None)
-    if parameter is None:
+    if parameter is None or not parameter.requires_grad:
         return False
     try:
         if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
@@ -377,7 +384,29 @@ def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTe
 def _with_gathered(inputs: Sequence[Any]) -> list[Any]:
     """Add the gathered parameters, with which units compute, to the argument `inputs` of a backward pass."""
     gathered = [tensor.gathered for tensor in inputs if isinstance(tensor, RowShardedTensor)]
-    return [*inputs, *(leaf for leaf in gathered if leaf is not None)]
+    return [*inputs, *(leaf for leaf in gathered if leaf is not None and leaf.requires_grad)]
+
+
+def _autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Call ``torch.autograd.grad``, which reaches sharded parameters only through ``p.to_local()``.
+
+    Raises:
+        RuntimeError: a sharded parameter has no gradient, even with ``allow_unused=True``, because units may have used
+            the gathered parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        changed = {**kwargs, "allow_unused": True, "materialize_grads": False}
+        gradients = list(torch.autograd.grad(outputs, inputs, **changed))
+    for index, (tensor, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        if gradient is not None:
+            continue
+        if isinstance(tensor, RowShardedTensor):
+            raise RuntimeError(no_gradient_message(tensor._local_tensor.spec))
+        if kwargs.get("materialize_grads"):
+            gradients[index] = torch.zeros_like(tensor)
+        elif not kwargs.get("allow_unused"):
+            raise RuntimeError("torch.autograd.grad found no gradient for an input. Set allow_unused=True to get None")
+    return tuple(gradients)
 
 
 def _as_row_sharded(made: Tensor) -> Tensor:

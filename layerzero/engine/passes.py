@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from torch.utils.weak import WeakIdKeyDictionary
-
 from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
@@ -60,6 +58,11 @@ class UnitCall:
     def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
+
+    def is_after(self, call: UnitCall) -> bool:
+        """Return whether this call began after `call` had returned, in the same forward pass."""
+        is_later = self.forward is not None and self.forward is call.forward and self._position > call._position
+        return is_later and self not in call.callers
 
     def ended_handles(self) -> Iterator[Handle]:
         """Yield the handles whose units receive no more gradients once the backward pass of this call begins.
@@ -124,7 +127,6 @@ class ForwardPass:
         called: units in the order in which they were called.
         returned: calls that are in an autograd graph, in the order in which they returned.
         prefetched: units whose gathers were launched before they were called.
-        inputs: tensors that were inputs of calls, as a weak set.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -133,7 +135,6 @@ class ForwardPass:
         self.returned: list[weakref.ref[UnitCall]] = []
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
-        self.inputs = WeakIdKeyDictionary()  # the values are None
         self.still_gathered: Unit | None = (
             None  # unit of the last call, if the next call is expected to be of the same unit
         )
@@ -244,6 +245,7 @@ class BackwardPass:
         completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
         gathered_calls: calls whose units have been gathered for this pass.
         active_calls: calls whose backward passes are active.
+        ended_calls: calls whose backward passes have ended.
         uses: active uses of weights that were gathered outside of forward passes.
     """
 
@@ -255,21 +257,16 @@ class BackwardPass:
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()
         self.active_calls: dict[UnitCall, None] = {}
+        self.ended_calls: set[UnitCall] = set()
         self.uses: dict[GatheredUse, None] = {}
 
     def involves(self, unit: Unit) -> bool:
         """Return whether the backward pass of any call to the unit, or of any use of its weights, is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
-    def next_call_holds_buffer(self, call: UnitCall) -> bool:
-        """Return whether the next call after `call` still has its full buffer when the backward pass of `call` begins.
+    def active_calls_after(self, call: UnitCall) -> list[UnitCall]:
+        """Return the active calls that the forward pass began after `call` had returned.
 
-        The backward pass of the next call ends at this point, but the hook that ends it runs after the hook of `call`.
+        Autograd runs later nodes first, so all nodes of these calls have run when the backward pass reaches `call`.
         """
-        next_call = call.next_call
-        return (
-            next_call is not None
-            and next_call.ends_with_input_grad
-            and next_call not in call.callers
-            and next_call in self.active_calls
-        )
+        return [each for each in self.active_calls if each.is_after(call)]

@@ -9,21 +9,15 @@ A forward pass frees the full buffer when it returns, with three exceptions: the
 pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next call is
 expected to be a call to the same unit. On a device, the root and the unit that is expected to be called last stay
 gathered, because the backward pass begins with them. On several meshes, ranks that call different experts expect
-different last calls, so only the root stays gathered. A backward pass frees the full buffer when the gradients of the
-inputs of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of
-inputs are exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call
-with such inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass.
+different last calls, so only the root stays gathered.
+
+A backward pass frees the full buffer when all nodes of a call have run. Autograd runs later nodes first. Therefore a
+call has ended when the backward pass reaches an output of a call that returned before it began, or when the gradients
+of its inputs are known. The latter alone is not enough: an input may be a leaf, have no gradient, or be an input of
+earlier calls, too, such as the output of an encoder to which all layers of a decoder attend. The first call may end
+with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass.
 Gradients of the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units
 and of tied weights that use the unit's weights.
-
-[Note: Inputs of several calls]
-The gradient of a tensor is complete when all of its uses have run. If several calls use the same tensor, such as the
-output of an encoder that all layers of a decoder attend to, its gradient is known only after the backward pass of the
-first of these calls. If a call has several inputs, the gradient of one of them may be known only after other calls.
-Such calls would hold their full buffers for too long. Therefore they receive aliases of their inputs, which only this
-call uses. Autograd creates the nodes of the aliases at the start of the call, so it runs them directly after the
-call's other nodes. Only inputs that are arguments themselves have aliases, not those inside lists and other objects,
-because the module may modify these objects.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
@@ -205,7 +199,7 @@ class Scheduler(Closable):
         unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._compute_dtypes(unit))
         if torch.is_grad_enabled():
-            args, kwargs = self._hook_inputs(call, args, kwargs)
+            self._hook_inputs(call, args, kwargs)
         self._observer.begin("forward", unit.label, call)
         return args, kwargs
 
@@ -301,29 +295,15 @@ class Scheduler(Closable):
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
 
-    def _hook_inputs(
-        self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Register hooks that end the backward pass of this call. Return the inputs for the module.
-
-        See [Note: Inputs of several calls].
-        """
-        inputs = _inputs_in_graph(args, kwargs)
-        if self._forward is not None:
-            earlier = self._forward.inputs
-            if len(inputs) > 1 or any(tensor in earlier for tensor in inputs):
-                aliases = {id(tensor): torch.ops.aten.alias.default(tensor) for tensor in inputs}
-                args = tuple(aliases.get(id(value), value) for value in args)
-                kwargs = {name: aliases.get(id(value), value) for name, value in kwargs.items()}
-            for tensor in inputs:
-                earlier[tensor] = None
-            inputs = _inputs_in_graph(args, kwargs)
-        call.ends_with_input_grad = bool(inputs)
+    def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
+        # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
+        candidates = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None}
+        inputs = list(candidates.values())
+        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward pass is unknown
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
-        return args, kwargs
 
     def _hook_outputs(self, call: UnitCall, output: Any) -> bool:
         """Register hooks that gather the unit when the backward pass reaches this call.
@@ -464,6 +444,8 @@ class Scheduler(Closable):
     def pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
         unit = call.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
+        if call in backward.ended_calls:  # an output of the call is one of its inputs, which earlier calls use, too
+            return
         if backward.observer is not None:
             backward.observer.reach(call, call.callers)
         backward.active_calls[call] = None
@@ -479,12 +461,17 @@ class Scheduler(Closable):
         self._gather(unit)
         if self._config.offload_grads:
             unit.prefetch_accumulators()
-        if not backward.next_call_holds_buffer(call):
+        later_calls = backward.active_calls_after(call)
+        if not later_calls:
             self._prefetch_before(call)
         self._wait(unit)
         unit.show_gathered()
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
+        for later_call in later_calls:  # all of their nodes have run
+            self.post_backward(later_call, None)
+        if later_calls:
+            self._prefetch_before(call)
 
     def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
         """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
@@ -520,6 +507,9 @@ class Scheduler(Closable):
     def post_backward(self, call: UnitCall, gradients: object) -> None:
         backward = self._backward
         if backward is not None:
+            if call in backward.ended_calls:
+                return
+            backward.ended_calls.add(call)
             backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
@@ -669,9 +659,3 @@ class Scheduler(Closable):
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()
-
-
-def _inputs_in_graph(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the inputs that autograd computes gradients for, without leaves, whose hooks may run too early."""
-    found = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None}
-    return list(found.values())

@@ -63,7 +63,7 @@ _PARTS = {
     "backward": "backward",
     "update": "optimizer",
     "launch": "launching collectives",
-    "contention": "slowdown by communication",
+    "contention": "slowdown caused by communication",
     "hop1": "waiting for hop 1",
     "hop2": "waiting for hop 2",
     "fetch": "waiting for copies from host memory",  # weights or accumulators

@@ -45,6 +45,6 @@ def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 if member is not None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__}.step() would update parameter {member.name!r}, which layerzero "
-                        "has sharded. Call step() of the optimizer that layerzero.shard_optimizer(optimizer, model) "
-                        "returns"
+                        "has sharded. Call step() on the optimizer returned by layerzero.shard_optimizer(optimizer, "
+                        "model)"
                     )

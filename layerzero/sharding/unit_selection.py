@@ -437,8 +437,8 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
             else "does neither"
         )
         raise ValueError(
-            "units='auto' finds blocks only in models that list them in _no_split_modules, as most models of "
-            "Transformers do, or that apply activation checkpointing to each block. This "
+            "units='auto' finds blocks only in models that list them in _no_split_modules, as most Hugging "
+            "Face Transformers models do, or that apply activation checkpointing to each block. This "
             f"{type(model).__name__} {why}. Pass the classes of its blocks: units={{Block}}"
         )
     return classes

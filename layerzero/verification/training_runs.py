@@ -106,7 +106,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     except TypeError as error:
         error.add_note(
             "Without a loss function, verify passes the batch to the model: a dict as keyword arguments, a tuple as "
-            "positional arguments. If this is the cause, pass loss_fn, or --loss on the command line"
+            "positional arguments. If the model expects other arguments, pass loss_fn, or --loss on the command line"
         )
         raise
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)

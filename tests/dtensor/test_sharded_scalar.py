@@ -210,6 +210,21 @@ def _penalties(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"autograd\.grad found no gradient"):
         torch.autograd.grad(model(batch(rank, 0)).sum(), [model.logit_scale])
 
+    # Autograd passes one gradient to all terms of a sum; each must have its own .grad.
+    model.zero_grad()
+    leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+    scale, bias = model.logit_scale, model.logit_bias
+    for _ in range(2):
+        (leaf * 1 + scale.to_local().sum() + scale.to_local().sum() + bias.to_local().sum()).backward()
+    assert leaf.grad.item() == 2
+    assert scale.grad.full_tensor().item() == 4 and bias.grad.full_tensor().item() == 2
+    model.zero_grad()
+    loss = scale.to_local().sum() + bias.to_local().sum()
+    scale.requires_grad_(False)
+    loss.backward()
+    assert scale.grad is None and bias.grad.full_tensor().item() == 1
+    scale.requires_grad_(True)
+
     model.zero_grad()
     calls: list[Tensor] = []
     with torch.no_grad():  # as hooks may be registered anywhere

@@ -467,11 +467,23 @@ def _backward_to_parts(rank: int) -> None:
 
         parameters = list(model.parameters())
         for unused in ({}, {"allow_unused": True}, {"materialize_grads": True}):
-            with pytest.raises(RuntimeError, match=r"autograd\.grad found no gradient of an input.*'scale'"):
+            with pytest.raises(RuntimeError, match=r"autograd\.grad found no gradient for parameter 'scale'"):
                 torch.autograd.grad(loss_of(model(batch(rank, 0))), parameters, **unused)
-        rows = model.scale.to_local()
-        (gradient,) = torch.autograd.grad(rows.square().sum(), [model.scale])
-        assert torch.equal(gradient.to_local(), 2 * rows)
+        rows, unused = model.scale.to_local(), torch.ones(2, requires_grad=True)
+        gradient, none = torch.autograd.grad(rows.square().sum(), [model.scale, unused], allow_unused=True)
+        assert torch.equal(gradient.to_local(), 2 * rows) and none is None
+        term = model.scale.to_local().square().sum()
+        _, zeros = torch.autograd.grad(term, [model.scale, unused], retain_graph=True, materialize_grads=True)
+        assert torch.equal(zeros, torch.zeros(2))
+        with pytest.raises(RuntimeError, match="Set allow_unused=True"):
+            torch.autograd.grad(term, [model.scale, unused])
+
+        model.zero_grad()
+        model.scale.requires_grad_(False)
+        loss = loss_of(model(batch(rank, 0)))
+        model.scale.requires_grad_(True)  # between the forward and the backward
+        loss.backward(inputs=parameters)
+        assert model.scale.grad is None and model.units[0].linear.weight.grad is not None
 
 
 def test_a_backward_reaches_the_parameters_that_it_is_given() -> None:

@@ -378,7 +378,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model_fn": functools.partial(nn.Linear, 4, 2)},
         "a tensor of shape [6, 2], which is not a scalar loss",
     ),
-    "arguments": ({"batch_fn": _two_arguments}, "If this is the cause, pass loss_fn, or --loss"),
+    "arguments": ({"batch_fn": _two_arguments}, "If the model expects other arguments, pass loss_fn, or --loss"),
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
     "stream": ({"batch_fn": stream_batch}, "two calls to batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
