@@ -124,6 +124,8 @@ class Attending(nn.Module):
         x = x.mul_(0.5) if self.in_place else x * 0.5
         if self.is_deaf:
             return torch.tanh(self.linear(x))
+        if self.in_place and isinstance(memory, Tensor):  # the output is an input
+            return x.add_(torch.tanh(self.linear(memory)) * self.memory(memory))
         if isinstance(memory, list):  # the caller sees the change
             memory.append(memory[-1] + x)
             memory = memory[0]
