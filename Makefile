@@ -89,6 +89,7 @@ compare: $(VENV)/ready  ## your model with DDP, FSDP2, HSDP and layerzero side b
 bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
+# What the demo needs, without Megatron-Core and the training frameworks
 $(VENV)/base: requirements.txt constraints.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt

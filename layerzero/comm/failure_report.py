@@ -204,7 +204,7 @@ def _describe_statuses(
         if rank in statuses:
             text += (
                 f" (its last published status: {statuses[rank].doing}; few operations publish a status, so the "
-                "rank may be in another now)"
+                "rank may be in another operation now)"
             )
         sentences.append(text)
     if connection_lost and len(missing) > 1:

@@ -352,7 +352,7 @@ def _create_group(
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
     if set(dist.BackendConfig(chosen).device_backend_map.values()) == {"gloo"}:
-        # torch does not set it if a backend plugin is registered (importing FSDP registers one), and warns later.
+        # torch sets no default if a backend plugin is registered (importing FSDP registers one), and warns later.
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group, store

@@ -151,13 +151,11 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
     wrapped: dict[str, str] = {}  # wrapper by variable
     for statement in block:
         call = _only_call(statement)
-        full = "" if call is None else _full_name(call.func, names)
-        kind = full.rpartition(".")[2]
+        kind = _wrapper(call, names)
         targets = _assigned_names(statement)
-        is_wrapper = full.startswith("torch.") and kind in _WRAPPERS
-        if call is not None and (is_wrapper or full == "layerzero.shard_model"):
+        if call is not None and kind:
             model = _first_argument(call, "module", "model")
-            earlier = wrapped.get(model) or _wrapper_inside(call, names)
+            earlier = wrapped.get(model) or _wrapper(next(iter(call.args), None), names)
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
             if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
                 subject = f"{model}, which" if model else "a model that"
@@ -171,10 +169,9 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
                 wrapped.pop(name, None)
 
 
-def _wrapper_inside(call: ast.Call, names: dict[str, str]) -> str:
-    """Return the wrapper whose result is the first argument of `call`, as in ``shard_model(fully_shard(model))``."""
-    inner = call.args[0] if call.args else None
-    full = _full_name(inner.func, names) if isinstance(inner, ast.Call) else ""
+def _wrapper(node: ast.expr | None, names: dict[str, str]) -> str:
+    """Return the name of the wrapper that an expression calls, such as ``shard_model``, or an empty string."""
+    full = _full_name(node.func, names) if isinstance(node, ast.Call) else ""
     kind = full.rpartition(".")[2]
     is_wrapper = full == "layerzero.shard_model" or (full.startswith("torch.") and kind in _WRAPPERS)
     return kind if is_wrapper else ""

@@ -395,8 +395,8 @@ def _autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **kwargs: Any)
             the gathered parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        changed = {**kwargs, "allow_unused": True, "materialize_grads": False}
-        gradients = list(torch.autograd.grad(outputs, inputs, **changed))
+        with_none = {**kwargs, "allow_unused": True, "materialize_grads": False}
+        gradients = list(torch.autograd.grad(outputs, inputs, **with_none))
     for index, (tensor, gradient) in enumerate(zip(inputs, gradients, strict=True)):
         if gradient is not None:
             continue

@@ -26,12 +26,11 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"
 class UnitCall:
     """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""
 
-    __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
+    __slots__ = ("__weakref__", "_position", "callers", "forward", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # enclosing calls, outermost first
-        self.ends_with_input_grad = False  # True if the backward pass of the call ends when its input has a gradient
         self.forward: ForwardPass | None = None  # forward pass that records this call in `returned`
         self._position = 0
 
@@ -100,14 +99,6 @@ class UnitCall:
         return list(
             islice((each for each in self._earlier_calls() if each.unit.mesh_info is self.unit.mesh_info), count)
         )
-
-    @property
-    def previous_call(self) -> UnitCall | None:
-        """Last call before this one, in order of return, that an autograd graph still contains; None if there is none.
-
-        The call may be to a unit on any mesh.
-        """
-        return next(self._earlier_calls(), None)
 
     def _earlier_calls(self) -> Iterator[UnitCall]:
         calls = (self._returned_calls[index]() for index in range(self._position - 1, -1, -1))

@@ -297,9 +297,7 @@ class Scheduler(Closable):
 
     def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
-        candidates = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None}
-        inputs = list(candidates.values())
-        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward pass is unknown
+        inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -462,7 +460,7 @@ class Scheduler(Closable):
         if self._config.offload_grads:
             unit.prefetch_accumulators()
         later_calls = backward.active_calls_after(call)
-        if not later_calls:
+        if not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
         self._wait(unit)
         unit.show_gathered()
@@ -513,7 +511,7 @@ class Scheduler(Closable):
             backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-            if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
+            if call.forward is not None and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
@@ -522,8 +520,6 @@ class Scheduler(Closable):
         pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in gathered_calls]
         if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
             call.unit.end_backward(() if pending_calls else {call.forward} - {None})
-        if backward is not None and (previous := call.previous_call) in backward.active_calls:
-            self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
         """If a reentrant checkpoint runs a nested backward pass, schedule the call to end when that pass ends.

@@ -50,12 +50,16 @@ _TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "hop2": ("hop 2", "hop 2"), "refresh": ("refresh", "refresh"),
     "fetch": ("host", "host"), "store": ("host", "host"), "down": ("host", "host"), "up": ("host", "host"),
 }  # fmt: skip
-_MEMORY_TEXT = (
-    "<code>zero1_shard</code>: full-precision masters; <code>zero3_shard</code>: compute weights; "
-    "<code>accumulator</code> and <code>gradient_shard</code>: accumulated and final gradients; "
-    "<code>reduce_buffer</code>: scratch memory for reductions; <code>cached_buffer</code>: memory of gathered weights "
-    "that is kept for the next gather."
-)
+_MEMORY_KINDS = {  # explanations of the legend of the memory figure
+    "zero1_shard": "full-precision masters",
+    "zero3_shard": "compute weights",
+    "accumulator": "accumulated gradients",
+    "gradient_shard": "final gradients",
+    "reduce_buffer": "scratch memory for reductions",
+    "cached_buffer": "memory of gathered weights that is kept for the next gather",
+    "residual": "errors of encoded gradients",
+    "refresh_state": "last changes of the weights, for lossless refreshes",
+}
 _MATPLOTLIB = {
     "svg.fonttype": "none",  # write text as text, not as paths
     "svg.hashsalt": "plan",  # write the same file for the same plan
@@ -105,7 +109,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     waits = parts_text(row)
     waits = waits[0].upper() + waits[1:]
     sections = [
-        ("Peak memory of an accelerator", f'{memory}<p class="note">{_MEMORY_TEXT}</p>'),
+        ("Peak memory of an accelerator", f'{memory}<p class="note">{_memory_text(rows)}</p>'),
         (
             f"A step with {settings_text(row.choice)}",
             f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. Gather: the '
@@ -243,8 +247,17 @@ def _svg(figure: Figure, label: str, *, columns: int = 4) -> str:
     return f'<figure role="img" aria-label="{escape(label)}">{drawing[drawing.index("<svg") :]}</figure>'
 
 
+def _memory_text(rows: Sequence[Estimate]) -> str:
+    """Return an explanation of the kinds of memory that `rows` use."""
+    shown = [kind for kind in _MEMORY_KINDS if any(row.memory.get(kind) for row in rows)]
+    return "; ".join(f"<code>{kind}</code>: {_MEMORY_KINDS[kind]}" for kind in shown) + "."
+
+
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
-    """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line."""
+    """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line.
+
+    The line is omitted if the limit is at least ten times the largest peak.
+    """
     bars = {}
     for row in rows:
         kinds = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
@@ -261,12 +274,13 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
         bars_of_kind = axes.barh(list(bars), widths, left=bar_ends, label=kind)
         bar_ends = [start + width for start, width in zip(bar_ends, widths, strict=True)]
     axes.bar_label(bars_of_kind, [size_text(row.peak) for row in rows], padding=3)  # at the ends of the last parts
-    limit = plan.cluster.room / 1e9
-    axes.axvline(
-        limit, color="red", linestyle="--", label=f"{size_text(plan.cluster.room)} of {plan.cluster.memory:g} GB"
-    )
-    longest = max(bar_ends)
-    axes.set_xlim(0, max(1.25 * longest, 1.05 * limit) if limit < 10 * longest else 1.25 * longest)
+    limit, longest = plan.cluster.room / 1e9, max(bar_ends)
+    axes.set_xlim(0, 1.25 * longest)
+    if limit < 10 * longest:  # otherwise the bars would be too short to read
+        axes.axvline(
+            limit, color="red", linestyle="--", label=f"{size_text(plan.cluster.room)} of {plan.cluster.memory:g} GB"
+        )
+        axes.set_xlim(0, max(1.25 * longest, 1.05 * limit))
     axes.invert_yaxis()
     axes.set_xlabel("GB")
     _ticks(axes.xaxis)

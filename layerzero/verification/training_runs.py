@@ -100,9 +100,11 @@ class TrainingTask:
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     """Run the model and return its output, or the ``loss`` in its output. This is the default loss function."""
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
     try:
-        output = model(*args, **kwargs)
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple) else model(batch)
     except TypeError as error:
         error.add_note(
             "Without a loss function, verify passes the batch to the model: a dict as keyword arguments, a tuple as "

@@ -262,6 +262,19 @@ def test_axes_have_round_ticks_from_zero(found: Plan) -> None:
         assert digits <= {"1", "2", "5"} and len(digits) == 1, ticks
 
 
+def test_the_page_explains_the_kinds_of_memory_and_shows_a_limit_that_is_near() -> None:
+    cluster = Cluster(nodes=2, accelerators=4, memory=8, device="cpu")
+    codecs = {"hop2_codecs": ["int4_blocks"], "refresh_codecs": ["lossless"]}
+    page = report_html(plan(SIZES, cluster, zero3_sizes=[2], **codecs), nodes=(2,))
+    kinds = {kind for kind in re.findall(r"([a-z0-9_]+)</text>", page.partition("</svg>")[0]) if "_" in kind}
+    assert kinds >= {"zero1_shard", "zero3_shard", "reduce_buffer"}
+    explained = set(re.findall(r"<code>([a-z0-9_]+)</code>: ", page))
+    assert explained == kinds | {"accumulator", "residual"}
+    assert "of 8 GB</text>" in page
+    page = report_html(plan(SIZES, dataclasses.replace(cluster, memory=8000), zero3_sizes=[2]), nodes=(2,))
+    assert "of 8000 GB</text>" not in page, "bars a thousandth of the axis wide cannot be read"
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with open_browser(tmp_path_factory.mktemp("profile")) as opened:
