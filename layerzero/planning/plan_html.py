@@ -256,7 +256,7 @@ def _memory_text(rows: Sequence[Estimate]) -> str:
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line.
 
-    The line is omitted if the limit is at least ten times the largest peak.
+    The line is omitted if the limit is at least 50 times the largest peak.
     """
     bars = {}
     for row in rows:
@@ -276,7 +276,7 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     axes.bar_label(bars_of_kind, [size_text(row.peak) for row in rows], padding=3)  # at the ends of the last parts
     limit, longest = plan.cluster.room / 1e9, max(bar_ends)
     axes.set_xlim(0, 1.25 * longest)
-    if limit < 10 * longest:  # otherwise the bars would be too short to read
+    if limit < 50 * longest:  # otherwise the bars would be too short to read
         axes.axvline(
             limit, color="red", linestyle="--", label=f"{size_text(plan.cluster.room)} of {plan.cluster.memory:g} GB"
         )
