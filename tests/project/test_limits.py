@@ -299,8 +299,8 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_details.py::test_torch_compile_does_not_look_into_the_schedule",
         "engine/test_modes.py::test_compiled_units_train_like_one_process_and_are_compiled_once",
     ),
-    "A unit whose inputs need no gradient": (
-        "project/test_limits_loops.py::test_a_unit_on_raw_data_stays_gathered_until_the_backward_ends",
+    "A unit that a forward pass calls first": (
+        "project/test_limits_loops.py::test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends",
     ),
     # --- optimizers ---
     "Optimizers that mix elements of different parameters": (

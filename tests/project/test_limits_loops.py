@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -369,30 +370,33 @@ def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync() -> No
 
 
 class _Tower(nn.Module):
-    """Tower whose last unit gets raw data, so the other units' backward comes after that of the tower."""
+    """Tower on raw data, called before or after the unit of another branch."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bool) -> None:
         super().__init__()
-        self.near, self.far, self.tower = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = first
+        self.tower, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, hidden: Tensor, raw: Tensor) -> Tensor:
-        return self.far(self.near(hidden)) + self.tower(raw)
+        if self.first:
+            return self.tower(raw) + self.other(hidden)
+        return self.other(hidden) + self.tower(raw)
 
 
 def _stays_gathered(rank: int) -> None:
-    model = layerzero.shard_model(_Tower(), mesh=mesh_of(2), units=["near", "far", "tower"])
-    units = {unit.name: unit for unit in get_state(model).units}
-    for needs in (False, True):
-        raw = torch.ones(2, 4, requires_grad=needs)
+    for first, needs in itertools.product((False, True), (False, True)):
+        model = layerzero.shard_model(_Tower(first), mesh=mesh_of(2), units=["tower", "other"])
+        units = {unit.name: unit for unit in get_state(model).units}
         hidden = torch.ones(2, 4, requires_grad=True) * 1
-        seen: list[set[str]] = []
-        hidden.register_hook(lambda _, seen=seen: seen.append({name for name, unit in units.items() if unit.gathered}))
-        loss = model(hidden, raw * 1).sum()
+        raw = torch.ones(2, 4, requires_grad=needs) * 1  # after `hidden`, so the backward pass reaches `hidden` last
+        seen: list[bool] = []
+        hidden.register_hook(lambda _, seen=seen, tower=units["tower"]: seen.append(tower.gathered))
+        loss = model(hidden, raw).sum()
         assert not any(unit.gathered for unit in units.values() if unit.name)
         loss.backward()
-        assert len(seen) == 1 and "far" not in seen[0] and ("tower" in seen[0]) is not needs, seen
+        assert seen == [first and not needs], (first, needs, seen)
         assert not any(unit.gathered for unit in units.values())
 
 
-def test_a_unit_on_raw_data_stays_gathered_until_the_backward_ends() -> None:
+def test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends() -> None:
     run_ranks(_stays_gathered, world_size=2)
