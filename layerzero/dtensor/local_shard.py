@@ -55,7 +55,7 @@ class LocalShard(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
-            output = neutral_result(func, args)
+            output = neutral_result(func, args, kwargs)
             if output is None:
                 output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":

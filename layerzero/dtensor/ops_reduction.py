@@ -140,30 +140,48 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def neutral_result(func: Any, args: Sequence[Any]) -> Any:
-    """Return the neutral element of a norm, minimum or maximum on a rank without rows.
+def neutral_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a norm, minimum or maximum on a rank without rows: that of one row with neutral elements.
 
-    torch raises an error for the infinity norm, minimum and maximum of an empty tensor. Return None for all other
-    calls, which torch can compute.
+    torch raises an error for an infinity norm, minimum or maximum over no rows, or returns a value that would change
+    the result of all ranks. Return None for all other calls, which torch can compute.
     """
     name = func._schema.name
     if name == "aten::_foreach_norm":
         if all(tensor.numel() for tensor in args[0]):
             return None
-        filled = [tensor for tensor in args[0] if tensor.numel()]
-        norms = iter(func(filled, *args[1:]) if filled else ())
-        return [next(norms) if tensor.numel() else _plain(tensor).new_zeros(()) for tensor in args[0]]
-    if name == "aten::linalg_vector_norm":
-        reduces_all = len(args) < 3 or args[2] is None  # no dim is given
-        return _plain(args[0]).new_zeros(()) if args[0].numel() == 0 and reduces_all else None
-    if name not in (*_LARGEST, *_SMALLEST) or args[0].numel() or not (len(args) == 1 or args[1] == []):
+        neutral = _neutral_of_norm(*args[1:2])
+        filled = [tensor if tensor.numel() else _plain(tensor).new_full((1,), neutral) for tensor in args[0]]
+        return func(filled, *args[1:], **kwargs)
+    if name not in ("aten::linalg_vector_norm", *_LARGEST, *_SMALLEST) or args[0].numel():
         return None
-    dtype = args[0].dtype
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype) if dtype != torch.bool else None
-    lowest, highest = (False, True) if limits is None else (limits.min, limits.max)
+    is_norm = name == "aten::linalg_vector_norm"
+    dims = args[2:3] if is_norm else args[1:2]
+    if dims and not (dims[0] is None or isinstance(dims[0], list)):  # the elementwise maximum, or one with indices
+        return None
+    if dims and dims[0] and not {0, -args[0].ndim}.intersection(dims[0]):  # each row has a result of its own
+        return None
+    if is_norm:
+        neutral = _neutral_of_norm(*args[1:2])
+    else:
+        neutral = _lowest(args[0].dtype) if name in _LARGEST else _highest(args[0].dtype)
+    return func(_plain(args[0]).new_full((1, *args[0].shape[1:]), neutral), *args[1:], **kwargs)
+
+
+def _neutral_of_norm(order: float = 2) -> float:
+    return math.inf if order < 0 else 0.0
+
+
+def _lowest(dtype: torch.dtype) -> float | bool:
     if dtype.is_floating_point:
-        lowest, highest = float("-inf"), float("inf")
-    return _plain(args[0]).new_full((), lowest if name in _LARGEST else highest)
+        return -math.inf
+    return dtype is not torch.bool and torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point:
+        return math.inf
+    return dtype is torch.bool or torch.iinfo(dtype).max
 
 
 def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
