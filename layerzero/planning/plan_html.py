@@ -112,12 +112,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         ("Peak memory of an accelerator", f'{memory}<p class="note">{_memory_text(rows)}</p>'),
         (
             f"A step with {settings_text(row.choice)}",
-            f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. Gather: the '
-            "ranks of a ZeRO-3 group, over which the weights are sharded, all-gather the weights of the next unit. Hop "
-            "1: the same ranks reduce-scatter gradients. Hop 2: ranks with the same shard reduce-scatter gradients "
-            "between groups. Refresh: ranks with the same shard all-gather the updated weights; the refresh on the "
-            "left belongs to the previous step. "
-            f"{escape(waits)}.</p>",
+            f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. '
+            f"{_collectives_text(row.choice.zero3_size, cluster.ranks)}{escape(waits)}.</p>",
         ),
         (
             "Time per micro-batch by number of nodes",
@@ -170,6 +166,19 @@ def _micro_batches_in_figure(count: int) -> str:
     return {1: "the only micro-batch", 2: "both micro-batches"}.get(
         count, f"the first and the last of {count} micro-batches"
     )
+
+
+def _collectives_text(zero3_size: int, ranks: int) -> str:
+    """Return the explanation of the collectives in the figure of a step. It is empty for one rank."""
+    inside = (
+        "Gather: the ranks of a ZeRO-3 group, over which the weights are sharded, all-gather the weights of the next "
+        "unit. Hop 1: the same ranks reduce-scatter gradients. "
+    )
+    across = (
+        "Hop 2: ranks with the same shard reduce-scatter gradients between groups. Refresh: ranks with the same shard "
+        "all-gather the updated weights; the refresh on the left belongs to the previous step. "
+    )
+    return inside * (zero3_size > 1) + across * (zero3_size < ranks)
 
 
 def _answer_sentence(plan: Plan) -> str:

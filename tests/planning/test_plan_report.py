@@ -189,6 +189,14 @@ def test_the_figure_of_a_step_names_its_micro_batches(found: Plan) -> None:
         assert f"The figure shows {text}" in report_html(few, nodes=(2,))
 
 
+def test_the_page_explains_the_collectives_of_the_figure() -> None:
+    texts = {"Gather:": (2, 8), "Hop 1:": (2, 8), "Hop 2:": (1, 2), "Refresh:": (1, 2)}
+    for size in (1, 2, 8):
+        settings = {"zero3_sizes": [size], "micro_batches": [1], "reduce_dtypes": ["fp32"]}
+        page = report_html(plan(SIZES, Cluster(nodes=4, accelerators=2), **settings), nodes=(2,))
+        assert {text for text in texts if text in page} == {text for text, sizes in texts.items() if size in sizes}
+
+
 def test_a_model_in_one_unit_is_noted(found: Plan) -> None:
     whole = plan(lambda: torch.nn.Linear(64, 64), Cluster(nodes=2, accelerators=2), micro_batches=[1])
     assert whole.units == 1 and "in 1 unit, the root; " in str(whole)
