@@ -97,11 +97,11 @@ class RowShardedTensor(DTensor):
                 if is_drawing_function(func, args, kwargs):
                     return call_on_full(func, args, kwargs)
                 output = func(*args, **kwargs)
-                return (
-                    mark_uninitialized(func, _as_row_sharded(output))
-                    if is_fillable_like(func)
-                    else _mark_derived(output, args)
-                )
+                if is_fillable_like(func):
+                    return mark_uninitialized(func, _as_row_sharded(output))
+                if func in (Tensor.clone, torch.clone):
+                    output = _as_row_sharded(output)  # its full_tensor() works, as that of the original
+                return _mark_derived(output, args)
         except RuntimeError as error:
             parameter = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
             if parameter is None or (explained := named_error(error, func, parameter._local_tensor.spec)) is error:

@@ -60,6 +60,28 @@ def test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_wit
     run_ranks(_assign, world_size=WORLD)
 
 
+def _clone(rank: int) -> None:
+    for size in (1, 2, 4):
+        model = _net(size)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        backward(model, rank)
+        weights, gradients = full_parameters(model), full_gradients(model)
+        kept = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = full_parameters(model)
+        for name, (weight, gradient) in kept.items():
+            assert torch.equal(weight.full_tensor(), weights[name]), name
+            assert torch.equal(gradient.full_tensor(), gradients[name]), name
+            weight.zero_()  # has memory of its own
+        assert any(not torch.equal(changed[name], weights[name]) for name in weights)
+        assert all(torch.equal(value, changed[name]) for name, value in full_parameters(model).items())
+
+
+def test_clones_of_weights_and_gradients_have_full_tensors() -> None:
+    run_ranks(_clone, world_size=WORLD)
+
+
 def _assign_to(model: nn.Module, value: Tensor) -> None:
     model.first.weight.data = value
 
