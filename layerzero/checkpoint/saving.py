@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
+from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
@@ -178,6 +179,8 @@ class PendingSave:
             write()
         except BaseException as error:
             self._error = error
+            if not dist.is_initialized():  # no optimizer step or save will report the error
+                sys.stderr.write(f"{self._function_name} failed: {error}\n")
 
     def done(self) -> bool:
         """Return whether the save has completed. If the save failed, :meth:`wait` raises its error."""
@@ -306,6 +309,18 @@ def _write_staged(job: _SaveJob, staging: Staging) -> None:
 
 
 def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
+    try:
+        _write_on_all_ranks(job, group)
+    except Exception as error:
+        if dist.is_initialized():
+            raise
+        raise CheckpointError(
+            f"{job.path} was not saved, because the process group was destroyed during the save. Call wait() on the "
+            "result of the last save_async before destroy_process_group()"
+        ) from error
+
+
+def _write_on_all_ranks(job: _SaveJob, group: dist.ProcessGroup) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,37 @@ def _trained_meanwhile(rank: int, folder: str) -> None:
 
 def test_training_during_the_write_changes_nothing_in_it(tmp_path: Path) -> None:
     run_ranks(_trained_meanwhile, str(tmp_path))
+
+
+def _save_and_destroy(rank: int, folder: str) -> str:
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+    gate, prepare = threading.Event(), checkpoint.saving.write_tensors
+
+    def write_late(*args, **kwargs):
+        gate.wait()
+        return prepare(*args, **kwargs)
+
+    checkpoint.saving.write_tensors = write_late
+    try:
+        pending = checkpoint.save_async(f"{folder}/one", model, optimizer)
+        dist.barrier()
+        dist.destroy_process_group()
+        with contextlib.redirect_stderr(io.StringIO()) as printed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it saves in a single process
+            gate.set()
+            with pytest.raises(checkpoint.CheckpointError, match=r"Call wait\(\) .* before destroy_process_group"):
+                pending.wait()
+        return printed.getvalue()
+    finally:
+        gate.set()
+        checkpoint.saving.write_tensors = prepare
+
+
+def test_a_group_that_is_destroyed_during_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for printed in run_ranks(_save_and_destroy, str(tmp_path)):
+        assert "save_async failed: " in printed and "was not saved" in printed
+    assert not (tmp_path / "one").exists()
 
 
 def _staged(rank: int, folder: str) -> None:

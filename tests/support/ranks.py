@@ -329,7 +329,8 @@ def _call(
         _meshes.clear()
         _clear_caches()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
-        _destroy_groups()
+        if dist.is_initialized():  # the test may have destroyed the default group
+            _destroy_groups()
 
 
 def _clear_caches() -> None:
