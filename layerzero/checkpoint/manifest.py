@@ -74,7 +74,9 @@ class Manifest:
             raise FileNotFoundError(f"there is no checkpoint at {folder}. Check the path")
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Pass the folder of one checkpoint"
+            )
         text = read_capped(path, MANIFEST_BYTES)
         try:
             content = parse(path, text)

@@ -20,7 +20,7 @@ from torch import nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
-from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
+from layerzero.checkpoint.manifest import MANIFEST, Manifest, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
 from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_damaged, scan
 from layerzero.engine.hooks import get_state
@@ -66,7 +66,7 @@ def load_latest(
 
     Raises:
         CheckpointError: `folder` contains checkpoints, but none of them can be loaded. The message has the reason for
-            each checkpoint. No checkpoint has been renamed.
+            each checkpoint. No checkpoint has been renamed. Or `folder` is itself a checkpoint.
         ValueError: names, shapes or dtypes of an intact checkpoint do not match. No other checkpoint is tried.
 
     Example::
@@ -80,6 +80,10 @@ def load_latest(
     failure: Exception | None = None
     if lz_state.ranks.rank == 0:
         try:
+            if (folder / MANIFEST).exists():
+                raise CheckpointError(
+                    f"{folder} is a checkpoint. Pass its parent folder, or call layerzero.checkpoint.load"
+                )
             seen = scan(folder)
         except (CheckpointError, OSError) as error:
             failure = error

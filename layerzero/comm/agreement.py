@@ -164,8 +164,8 @@ def _collect_texts(
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """Return a phrase that states the timeout and the last known status of each rank in `missing`."""
     statuses = [
-        f"rank {rank} last published status: {status}; few operations publish a status, so the rank may be in another "
-        "operation now"
+        f"the last published status of rank {rank}: {status}; few operations publish a status, so the rank may be in "
+        "another operation now"
         for rank, status in read_statuses(missing).items()
     ]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(statuses)})" if statuses else "")

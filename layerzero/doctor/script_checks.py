@@ -236,10 +236,10 @@ def _unsharded_optimizers(
 
 
 def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
-    """Return whether a program uses an optimizer only through its attributes and in calls to torch."""
+    """Return whether a program uses an optimizer only through its attributes and in calls to torch and layerzero."""
     allowed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if _full_name(call.func, names).startswith("torch."):
+        if _full_name(call.func, names).startswith(("torch.", "layerzero.")):  # the program never calls shard_optimizer
             allowed |= {id(node) for node in call.args}
     uses = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == optimizer)
     return all(id(node) in allowed for node in uses if isinstance(node.ctx, ast.Load))

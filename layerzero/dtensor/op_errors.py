@@ -43,7 +43,7 @@ def penalty_message(spec: RowShardSpec) -> str:
         "flows back through this DTensor, because layerzero shards rows unevenly and the model's own loss is a plain "
         "tensor. Compute the term from this rank's rows, so that each row counts once: loss + 0.1 * "
         "p.to_local().square().sum(). Or use the optimizer's weight_decay, or compute the term from gathered weights "
-        "inside layerzero.gathered(module)"
+        "inside layerzero.gathered(unit), where unit is the module with the parameter (units inside it stay sharded)"
     )
 
 

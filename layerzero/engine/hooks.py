@@ -138,7 +138,10 @@ def get_state(model: nn.Module) -> LayerZeroState:
         RuntimeError: the model was closed.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
+        raise TypeError(
+            f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}. "
+            "Pass the model itself, as shard_model returned it"
+        )
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, _ClosedPreForwardHook):
             raise RuntimeError(CLOSED)

@@ -134,9 +134,9 @@ def kinds_that_need_full_params(
 
 
 _INSTEAD = (
-    "Under layerzero, each rank steps its rows of a parameter, or one rank steps all rows. Use an element-wise "
+    "Under layerzero, each rank updates its rows of a parameter, or one rank updates all rows. Use an element-wise "
     "optimizer such as SGD, Adam or AdamW, or an optimizer that updates each matrix separately, such as Muon. Or leave "
-    "these parameters unsharded (ignored_params), and step them in a separate optimizer"
+    "these parameters unsharded (ignored_params), and update them with a separate optimizer"
 )
 
 

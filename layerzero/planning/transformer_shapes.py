@@ -70,7 +70,10 @@ class TransformerShape:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}. Pass head_dim")
+            raise ValueError(
+                f"heads={self.heads} does not divide hidden={self.hidden}. Change one of them, or pass head_dim to "
+                "TransformerShape"
+            )
 
     @property
     def numel(self) -> int:

@@ -52,6 +52,10 @@ __all__ = [
 InitFn = Callable[[nn.Module], None]
 
 
+def _label(plan: UnitDefinition) -> str:
+    return f"unit {plan.name!r}" if plan.name else "the root"
+
+
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
@@ -60,9 +64,9 @@ def settings_to_compare(
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
         chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
-        fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
+        fields |= {f"{name} of {_label(plan)}": value for name, value in chosen.items()}
         if len(plan.called) > 1:
-            fields[f"modules that call unit {plan.name!r}"] = [plan.modules.get(module) for module in plan.called]
+            fields[f"modules that call {_label(plan)}"] = [plan.modules.get(module) for module in plan.called]
         for info in plan.parameters:
             parameter = info.parameter
             frozen = "" if parameter.requires_grad else " frozen"
@@ -73,11 +77,10 @@ def settings_to_compare(
                 else ""
             )
             kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
-            label = f"unit {plan.name!r}" if plan.name else "the root"
-            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {label}"
+            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {_label(plan)}"
             fields[f"parameter {info.name!r}"] = text
         if plan.mesh is not plans[0].mesh:
-            fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)
+            fields[f"shape of the mesh of {_label(plan)}"] = list(plan.mesh.shape)
     for name, buffer in model.named_buffers():
         fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
     return fields
@@ -219,7 +222,7 @@ def require_equal_encoded_sizes(
     fields: dict[str, object] = {}
     if config.gather_codec is not None:
         fields |= {
-            f"bytes of gather_codec for unit {plan.name!r}": [
+            f"bytes of gather_codec for {_label(plan)}": [
                 encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
             ]
             for plan, unit in zip(plans, handles, strict=True)
@@ -227,7 +230,7 @@ def require_equal_encoded_sizes(
     if (codec := config.hop2_codec) is not None and data_parallel > size:
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
         fields |= {
-            f"bytes of hop2_codec for unit {plan.name!r}": [
+            f"bytes of hop2_codec for {_label(plan)}": [
                 EncodedPartsSpec.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
                 for grid in grids[:: data_parallel // size]
@@ -264,11 +267,12 @@ def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | Non
     if param_init_fn is not None:
         return
     for plan in plans:
-        for module in plan.modules:
+        for module, name in plan.modules.items():
             if _has_meta(module) and not hasattr(module, "reset_parameters"):
+                where = f"module {name!r}" if name else "the model"
                 raise ValueError(
-                    f"a {type(module).__name__} of unit {plan.name!r} is on the meta device and has no "
-                    "reset_parameters(). Pass param_init_fn"
+                    f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
+                    "reset_parameters(). Pass param_init_fn, a function that initializes one module"
                 )
 
 
@@ -505,7 +509,7 @@ def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: I
         _materialize(plan, device, param_init_fn)
     except Exception as error:
         failure = error
-    require_equal(f"initialization of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
+    require_equal(f"initialization of {_label(plan)}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
 def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:

@@ -86,8 +86,8 @@ def verify(
     Therefore dropout and batch-norm in training mode can be compared.
 
     On a CPU, the ranks use collectives instead of shared memory, as on devices, unless you pass `shared_memory`.
-    Therefore a forward pass on only some ranks of a ZeRO-3 group (``if rank == 0: evaluate(model)``) raises an error.
-    On devices, it would hang.
+    Therefore the run fails, at the latest after `timeout`, if `loss_fn` calls the model on only some ranks of a ZeRO-3
+    group. On devices, such a call hangs until the timeout of the process group.
 
     Use a small configuration of the model. Every rank allocates the full model, and rank 0 stores two copies of it per
     step in host memory.
@@ -284,9 +284,8 @@ def _compare(
             if rank == 0:
                 comparison.add(step, plain.records[step], snapshot)
     except Exception as error:
-        subject = (
-            f"the plain run works, but the sharded run with zero3_size={trial.zero3_size} in {trial.precision} fails"
-        )
+        sharded_run = f"the sharded run with zero3_size={trial.zero3_size} in {trial.precision}"
+        subject = f"the unsharded run works, but {sharded_run} fails"
         raise RuntimeError(f"{subject}: {type(error).__name__}: {error}") from error
     return comparison.rows()
 
@@ -343,8 +342,8 @@ def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
     notes = []
     if plain.edited:
         notes.append(
-            f"in the plain run, a forward or backward changes {', '.join(sorted(plain.edited))} in place. A sharded "
-            "model loses such changes. Change weights between steps, inside layerzero.unsharded"
+            f"in the unsharded run, a forward or backward changes {', '.join(sorted(plain.edited))} in place. A "
+            "sharded model loses such changes. Change weights between steps, inside layerzero.unsharded"
         )
     losses_of_ranks: list[list[float]] = [[] for _ in range(world)]
     dist.all_gather_object(losses_of_ranks, plain.losses)

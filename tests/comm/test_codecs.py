@@ -375,7 +375,7 @@ def _refused(rank: int) -> None:
             shard(size=2, **settings)
     with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec"):
         shard(size=2, gather_codec=layerzero.Float8Rows() if rank else None)
-    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of gather_codec for unit ''"):
+    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of gather_codec for the root"):
         shard(size=2, gather_codec=Bits(16 if rank else 32))
     with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec.*Shifted\(by="):
         shard(size=2, gather_codec=Shifted(rank))

@@ -87,6 +87,11 @@ MISTAKES = {
         "\n" + STEP,
         r"SGD\.step\(\) would update parameter 'blocks",
     ),
+    "optimizer without shard_optimizer, saved": (
+        SHARDED + SGD[:-1],
+        "\n" + STEP + "checkpoint.save('somewhere', model, optimizer)\n",
+        r"SGD\.step\(\) would update parameter 'blocks",
+    ),
     "discarded result": (
         SHARDED + SGD + "layerzero.shard_optimizer(optimizer, model)",
         "\n" + STEP,

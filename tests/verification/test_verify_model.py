@@ -254,7 +254,7 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
-        assert "the plain run works, but the sharded run with zero3_size=2 in float32 fails" in said, said
+        assert "the unsharded run works, but the sharded run with zero3_size=2 in float32 fails" in said, said
         assert "rank 0 was in another operation: gather" in said or "gather of 'the root' failed on rank 0" in said, (
             said
         )
@@ -382,7 +382,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
     "stream": ({"batch_fn": stream_batch}, "two calls to batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
-    "refused": ({"model_fn": Scaled}, "the plain run works, but the sharded run with zero3_size=1 in float32 fails"),
+    "refused": (
+        {"model_fn": Scaled},
+        "the unsharded run works, but the sharded run with zero3_size=1 in float32 fails",
+    ),
 }
 
 
