@@ -21,10 +21,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.dtensor.lazy_grad import post_accumulate_grad_hooks
@@ -48,6 +51,7 @@ __all__ = [
     "units_within",
 ]
 
+_SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 
@@ -344,6 +348,16 @@ class _Hook:
         )
 
 
+def _outside_selective_checkpoints() -> AbstractContextManager[Any]:
+    """Return a context in which a selective activation checkpoint neither stores nor replaces results of operators.
+
+    The checkpoint would otherwise skip gathers and other operators of the engine when it recomputes a forward pass.
+    """
+    if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
+        return _disable_current_modes()
+    return nullcontext()
+
+
 # torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
 
 
@@ -353,7 +367,8 @@ class _PreForwardHook(_Hook):
         self._run = torch.compiler.disable(Scheduler.pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
+        with _outside_selective_checkpoints():
+            changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
         return changed
 
 
@@ -367,4 +382,5 @@ class _PostForwardHook(_Hook):
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
-        return self._run(lz_state.scheduler, self.unit, output)
+        with _outside_selective_checkpoints():
+            return self._run(lz_state.scheduler, self.unit, output)

@@ -255,6 +255,22 @@ class BackwardPass:
         """Return whether the backward pass of any call to the unit, or of any use of its weights, is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
+    def refuse_early_gradient(self, handle: Handle, slot: int) -> None:
+        """Raise an error if the pass has not reached the unit of a parameter that receives a gradient.
+
+        The weights of the unit are then not gathered, and the gradient may be computed from freed memory.
+
+        Raises:
+            RuntimeError: the pass has reached no output of the unit.
+        """
+        if handle.weights.needs_gather and not any(handle in call.unit.handles for call in self.gathered_calls):
+            raise RuntimeError(
+                f"parameter {handle.members[slot].name!r} got a gradient before the backward reached an output of its "
+                f"unit, {handle.label!r}, whose weights are therefore not gathered. The loss depends on a result that "
+                "the forward of the unit did not return, such as an attribute (self.aux_loss = ...), or returned in "
+                "an iterator or a function. Return it in a tensor, tuple, list, dict or dataclass"
+            )
+
     def active_calls_after(self, call: UnitCall) -> list[UnitCall]:
         """Return the active calls that the forward pass began after `call` had returned.
 

@@ -19,6 +19,13 @@ with the enclosing backward pass. In a reentrant checkpoint, this is a nested ba
 Gradients of the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units
 and of tied weights that use the unit's weights.
 
+[Note: Side results]
+A forward may compute results that it does not return, such as an auxiliary loss that it stores in an attribute. If the
+nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
+have gathered the unit. Therefore the outputs are then replaced by aliases, whose nodes are the latest of the call. If
+the loss depends on no output that has a hook, as with an iterator, a parameter gets its gradient before the unit is
+gathered. This raises an error.
+
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
 calls. A backward pass prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the
@@ -62,7 +69,7 @@ from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
 from layerzero.engine.weight_storage import GatherState
-from layerzero.utils.pytree import iter_tensors
+from layerzero.utils.pytree import iter_tensors, map_tensors
 
 __all__ = ["Scheduler"]
 
@@ -215,8 +222,10 @@ class Scheduler(Closable):
         self._ahead.discard(unit)
         if self._is_idle(unit):
             unit.show_sharded()
-        output = unit.cast_output(output, computes_in=self._compute_dtypes(unit))
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(call, output)
+        output = unit.copy_aliases(unit.cast_output(output, computes_in=self._compute_dtypes(unit)))
+        awaits_backward = False
+        if torch.is_grad_enabled():
+            output, awaits_backward = self._hook_outputs(call, output)
         if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
             unit.keep_post_forward(self._forward)
@@ -303,15 +312,19 @@ class Scheduler(Closable):
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
-    def _hook_outputs(self, call: UnitCall, output: Any) -> bool:
+    def _hook_outputs(self, call: UnitCall, output: Any) -> tuple[Any, bool]:
         """Register hooks that gather the unit when the backward pass reaches this call.
 
-        Return False if no output requires a gradient.
+        Return the output, and whether an output requires a gradient. See [Note: Side results].
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+        nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
+        if nodes and max(nodes) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
+            output = map_tensors(output, _alias)
+            outputs += [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
-        return bool(outputs)
+        return output, bool(outputs)
 
     # Weights outside of forwards
 
@@ -543,6 +556,8 @@ class Scheduler(Closable):
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
         backward = self._enter_backward(handle.members[slot].name)
+        if handle.weights.state is not GatherState.GATHERED:
+            backward.refuse_early_gradient(handle, slot)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
         wrote_main_grad = getattr(leaf, FLAG, False) and consume_main_grad_flag(leaf)
@@ -655,3 +670,8 @@ class Scheduler(Closable):
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return an alias with an autograd node of its own, or `tensor` itself if it has no node."""
+    return tensor if tensor.grad_fn is None else torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import GATHERS, gather_name
@@ -21,7 +23,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import GatherState
-from layerzero.utils.pytree import cast_floating
+from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
 
 __all__ = ["Unit", "gather_orders"]
 
@@ -114,6 +116,30 @@ class Unit:
     def reshard(self) -> None:
         for handle in self.handles:
             handle.reshard()
+
+    def copy_aliases(self, output: Any) -> Any:
+        """Return `output` with copies of gathered parameters and their views, because resharding frees their memory.
+
+        Raises:
+            RuntimeError: such a tensor is in a container that cannot be rebuilt.
+        """
+        freed = self._freed_storages
+        if not freed or not any(_storage_key(tensor) in freed for tensor in iter_tensors(output)):
+            return output
+        output = map_tensors(output, lambda tensor: tensor.clone() if _storage_key(tensor) in freed else tensor)
+        if any(_storage_key(tensor) in freed for tensor in iter_tensors(output)):
+            raise RuntimeError(
+                f"an output of {self.label} contains a parameter or a view of one, whose memory is freed after the "
+                "forward. Return a copy, as in `return self.weight.clone()`"
+            )
+        return output
+
+    @cached_property
+    def _freed_storages(self) -> frozenset[int]:
+        """Keys of the storages that resharding frees."""
+        handles = [handle for handle in self.handles if handle.weights.needs_gather]
+        keys = {_storage_key(member.gathered) for handle in handles for member in handle.members}
+        return frozenset(key for key in keys if key is not None)
 
     def prefetch_accumulators(self) -> None:
         """Prefetch the memory of gradient accumulators before gradients arrive."""
@@ -211,3 +237,9 @@ _FULL_PRECISION = (
     ". Inside layerzero.full_precision, weights are gathered from the masters of all data-parallel ranks. All of these "
     "ranks must call the same units in the same order, for any zero3_size, and with or without shared memory"
 )
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    """Return a number that identifies the memory of a tensor. Return None if the tensor has no storage of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if torch._C._has_storage(local) else None  # type: ignore[attr-defined]

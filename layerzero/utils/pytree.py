@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "iter_tensors"]
+__all__ = ["cast_floating", "iter_tensors", "map_tensors"]
 
 
 _DEEPEST = 8  # maximum depth of objects with attributes
@@ -41,18 +41,23 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return _map_tensors(value, cast)
+    return map_tensors(value, cast)
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with the results of `change` in place of its tensors. Containers are rebuilt.
+
+    Unlike :func:`iter_tensors`, the function does not search mappings other than dicts, or attributes of objects that
+    are not dataclasses.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
-        return type(value)(*(_map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(_map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if type(value) is dict:
-        return {key: _map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return _map_fields(value, change)
     return value
@@ -62,7 +67,7 @@ def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     # For dict subclasses and dataclasses. An object that is both, like many model outputs, has equal items and fields.
     names = list(value) if isinstance(value, dict) else [field.name for field in dataclasses.fields(value)]
     old = [value[name] if isinstance(value, dict) else getattr(value, name) for name in names]
-    new = [_map_tensors(item, change) for item in old]
+    new = [map_tensors(item, change) for item in old]
     if all(before is after for before, after in zip(old, new, strict=True)):
         return value
     if dataclasses.is_dataclass(value):

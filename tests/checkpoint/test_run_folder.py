@@ -91,7 +91,7 @@ def _nothing_fits(rank: int, folder: str) -> None:
     empty = f"{folder}/none"
     model, optimizer, states = _states_saved(folder, 2)
     assert checkpoint.load_latest(empty, model, optimizer) is None
-    with pytest.raises(checkpoint.CheckpointError, match="step-1 is a checkpoint. Pass its parent folder"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-1 is a checkpoint\. Pass its parent folder"):
         checkpoint.load_latest(Path(folder, "step-1"), model, optimizer)
     other = layerzero.shard_model(torch.nn.Linear(2, 2), mesh=mesh_of(2))
     with pytest.raises((ValueError, RuntimeError), match="does not match the model"):

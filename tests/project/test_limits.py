@@ -299,6 +299,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_details.py::test_torch_compile_does_not_look_into_the_schedule",
         "engine/test_modes.py::test_compiled_units_train_like_one_process_and_are_compiled_once",
     ),
+    "A loss that depends on a unit only through an iterator": (
+        "engine/test_side_results.py::test_results_that_no_hook_sees_are_an_error",
+    ),
     "A unit that a forward pass calls first": (
         "project/test_limits_loops.py::test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends",
     ),

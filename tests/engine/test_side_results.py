@@ -1,0 +1,263 @@
+"""Results that a forward stores or returns in unusual ways, parameters as outputs, and selective checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import layerzero
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+RUNS = [(size, shared) for size in (1, 2, 4) for shared in ("off", None)]
+
+
+class Layer(nn.Module):
+    """Layer with an auxiliary loss, which it computes before or after its output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.router = nn.Linear(8, 8)
+
+    def _auxiliary(self, x: Tensor) -> Tensor:
+        if "weight" in self.kind:
+            return self.weight.cos().square().sum()
+        return self.router(x).softmax(-1).square().mean()
+
+    def forward(self, x: Tensor) -> Any:
+        if "before" in self.kind:
+            self.auxiliary = self._auxiliary(x)
+        y = torch.tanh(x @ self.weight.sin())
+        if "after" in self.kind:
+            self.auxiliary = self._auxiliary(x)
+        if "in a dict" in self.kind:
+            return {"y": (y,)}
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = y["y"][0] if isinstance(y, dict) else y
+        return self.head(x)
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 8, dtype=torch.double, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train(
+    rank: int, alone: nn.Module, units: Any, loss_of: Callable[[nn.Module, Tensor], Tensor], size: int, **settings: Any
+) -> None:
+    """Train `alone` in one process and a sharded copy, two micro-batches per step, and compare all weights."""
+    model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(size), units=units, **settings)
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model)
+    its_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.5)
+    for step in range(3):
+        for micro_batch in range(2):
+            for other in range(WORLD):
+                (loss_of(alone, _batch(2 * step + micro_batch, other)) / WORLD).backward()
+        with layerzero.no_sync(model):
+            loss_of(model, _batch(2 * step, rank)).backward()
+        loss_of(model, _batch(2 * step + 1, rank)).backward()
+        for each in (optimizer, its_optimizer):
+            each.step()
+            each.zero_grad()
+    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(
+            parameter.full_tensor().detach(), expected.detach(), rtol=1e-12, atol=1e-12, msg=name
+        )
+
+
+def _auxiliary_losses(rank: int, size: int) -> None:
+    for kind in ("router before", "router after", "weight before", "weight after", "weight after, in a dict"):
+        for prefetch in (0, 1):
+            torch.manual_seed(0)
+            alone = Net(lambda kind=kind: Layer(kind)).double()
+            _train(
+                rank,
+                alone,
+                {Layer},
+                lambda net, x: net(x).square().mean() + sum(layer.auxiliary for layer in net.layers),
+                size,
+                prefetch=prefetch,
+            )
+
+
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
+    size: int, shared_memory: str | None
+) -> None:
+    run_ranks(_auxiliary_losses, size, world_size=WORLD, shared_memory=shared_memory)
+
+
+class Odd(nn.Module):
+    """Layer that returns its result in a way that hides it from hooks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(x @ self.weight.sin())
+        if self.kind == "iterator":
+            return iter([y])
+        if self.kind == "function":
+            return lambda: y
+        self.result = y
+        return None
+
+
+def _hidden(net: nn.Module, x: Tensor) -> Tensor:
+    made = net(x)
+    if made is None:
+        return net.result.sum()
+    return (made() if callable(made) else next(made)).sum()
+
+
+def _refuse_hidden(rank: int, size: int) -> None:
+    for kind in ("iterator", "function", "attribute"):
+        model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(size), units={Odd})
+        with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
+            _hidden(model[0], _batch(0, rank)).backward()
+
+
+def test_results_that_no_hook_sees_are_an_error() -> None:
+    run_ranks(_refuse_hidden, 4, world_size=WORLD)
+
+
+class Queries(nn.Module):
+    """Unit that returns its own parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self) -> Any:
+        if self.how == "view":
+            return self.weight.t()
+        return [self.weight] if self.how == "in a list" else self.weight
+
+
+class Returning(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.queries, self.bias, self.frozen = Queries(how), nn.Parameter(torch.randn(8)), nn.Parameter(torch.ones(8))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        queries = self.queries()
+        y = x @ (queries[0] if isinstance(queries, list) else queries)
+        return y, self.bias, self.frozen[2:], self.bias.detach()
+
+
+def _returned(net: nn.Module, x: Tensor) -> Tensor:
+    y, bias, frozen, detached = net(x)
+    return (y + bias).square().sum() + frozen.sum() * bias.sum() + (detached * y).sum()
+
+
+def _return_parameters(rank: int, size: int) -> None:
+    for how in ("parameter", "view", "in a list"):
+        torch.manual_seed(0)
+        alone = Returning(how).double()
+        _train(rank, alone, {Queries}, lambda net, x: _returned(net, x) / 64, size)
+        model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(size), units={Queries})
+        with torch.no_grad():
+            for ours, theirs in zip(model(_batch(0, 0)), alone(_batch(0, 0)), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+def test_parameters_and_their_views_can_be_outputs(size: int, shared_memory: str | None) -> None:
+    run_ranks(_return_parameters, size, world_size=WORLD, shared_memory=shared_memory)
+
+
+def _return_in_an_iterator(rank: int) -> None:
+    class Iterating(Queries):
+        def forward(self) -> Any:
+            made = type("Made", (), {})()
+            made.weight = self.weight
+            return made
+
+    model = layerzero.shard_model(nn.Sequential(Iterating("")), mesh=mesh_of(2), units={Iterating})
+    with pytest.raises(RuntimeError, match=r"whose memory is freed after the forward\. Return a copy"):
+        model[0]()
+
+
+def test_a_parameter_in_an_object_is_an_error() -> None:
+    run_ranks(_return_in_an_iterator, world_size=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.two(torch.tanh(self.one(x))))
+
+
+_MATMULS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.t.default)
+POLICIES: dict[str, Callable[..., CheckpointPolicy]] = {
+    "all but products": lambda ctx, op, *args, **kwargs: (
+        CheckpointPolicy.PREFER_RECOMPUTE if op in _MATMULS else CheckpointPolicy.MUST_SAVE
+    ),
+    "products": lambda ctx, op, *args, **kwargs: (
+        CheckpointPolicy.MUST_SAVE if op in _MATMULS[:2] else CheckpointPolicy.PREFER_RECOMPUTE
+    ),
+}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.policy, self.blocks = POLICIES[policy], nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(
+                block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(self.policy)
+            )
+        return x
+
+
+_UNITS = ({Block}, {nn.Linear}, {Block, nn.Linear})
+_FEW = (
+    ("all but products", _UNITS[2], {}),
+    ("all but products", _UNITS[1], {"prefetch": 0}),
+    ("products", _UNITS[1], {"reshard_after_forward": 2}),
+)
+_ALL = tuple(itertools.product(POLICIES, _UNITS, ({}, {"prefetch": 0}, {"prefetch": 2})))
+
+
+def _checkpoint_selectively(rank: int, cases: Sequence[tuple[str, set[type], dict[str, int]]], size: int) -> None:
+    for policy, units, settings in cases:
+        torch.manual_seed(0)
+        alone = Checkpointed(policy).double()
+        _train(rank, alone, units, lambda net, x: net(x).square().mean(), size, **settings)
+
+
+def test_selective_checkpoints_around_units_change_nothing() -> None:
+    run_ranks(_checkpoint_selectively, _FEW, 4, world_size=WORLD)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+def test_selective_checkpoints_with_more_settings(size: int, shared_memory: str | None) -> None:
+    run_ranks(_checkpoint_selectively, _ALL, size, world_size=WORLD, shared_memory=shared_memory)
