@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,12 @@ class ShardedOptimizer(OptimizerProxy):
         if watching is not None and not lz_state.optimizers:  # if there are several optimizers, count steps once
             watching.count_steps_of(self)
         lz_state.optimizers.add(self)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "deepcopy of a sharded optimizer is not supported, because it refers to the model. To keep its state, use "
+            "optimizer.state_dict_by_name() or layerzero.checkpoint.save"
+        )
 
     # One step
 

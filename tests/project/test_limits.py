@@ -299,6 +299,12 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_details.py::test_torch_compile_does_not_look_into_the_schedule",
         "engine/test_modes.py::test_compiled_units_train_like_one_process_and_are_compiled_once",
     ),
+    "`torch.distributed.checkpoint.async_save` of a sharded": (
+        "project/test_limits_rows.py::test_storages_are_not_copied_and_objects_are_not_duplicated",
+    ),
+    "`copy.deepcopy` of a sharded model, parameter or optimizer": (
+        "project/test_limits_rows.py::test_storages_are_not_copied_and_objects_are_not_duplicated",
+    ),
     "A loss that depends on a unit only through an iterator": (
         "engine/test_side_results.py::test_results_that_no_hook_sees_are_an_error",
     ),

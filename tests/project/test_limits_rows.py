@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import prune
 
 import layerzero
-from tests.support.models import IntegerNet, different, full_parameters, integer_net
+from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
 WORLD = 2
@@ -195,6 +198,21 @@ class NoReset(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+def _copy_whole(rank: int, folder: str) -> None:
+    model = _shard(integer_net())
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with pytest.raises(TypeError):
+        dcp.async_save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/async")
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/sync")
+    for whole in (model, model.first.weight, optimizer):
+        with pytest.raises(TypeError, match=r"deepcopy of a .* is not supported"):
+            copy.deepcopy(whole)
+
+
+def test_storages_are_not_copied_and_objects_are_not_duplicated(tmp_path: Path) -> None:
+    run_ranks(_copy_whole, str(tmp_path), world_size=WORLD)
 
 
 def _fill(module: nn.Module) -> None:
