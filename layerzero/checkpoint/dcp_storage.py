@@ -183,7 +183,9 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if len(plans) != num_saving_ranks(self._topology):  # DCP saves for one rank if there is no default group
-            raise CheckpointError(f"{self._path} needs the tensors of {num_saving_ranks(self._topology)} ranks")
+            raise CheckpointError(
+                f"{self._path} has {num_saving_ranks(self._topology)} ranks, but {len(plans)} can be reached"
+            )
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
         self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])
         self._finite = all(finite for _, finite in rank_entries)

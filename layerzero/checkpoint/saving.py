@@ -315,8 +315,8 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
         if dist.is_initialized():
             raise
         raise CheckpointError(
-            f"{job.path} was not saved, because the process group was destroyed during the save. Call wait() on the "
-            "result of the last save_async before destroy_process_group()"
+            f"{job.path} was not saved completely, and the process group has been destroyed: {error}. Call wait() on "
+            "the result of the last save_async before destroy_process_group()"
         ) from error
 
 

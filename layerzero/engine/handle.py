@@ -55,6 +55,8 @@ class Handle:
     Attributes:
         full_precision: full buffer in master dtype inside ``layerzero.full_precision``, otherwise None.
         refresh_due: True if a step has changed the masters and their refresh has not been launched.
+        is_extended: True if an all-gather extension gathers the shard.
+        used_in_context: True if a ``layerzero.gathered`` context has gathered the handle.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class Handle:
         self.tracker = MutationTracker()
         self.full_precision: FullPrecision | None = None
         self.refresh_due = False
+        self.used_in_context = False
         self._mesh = mesh
-        self._is_extended = extension is not None
+        self.is_extended = extension is not None
         parameters = [parameter for parameter, _, _ in originals]
         is_trained = any(parameter.requires_grad for parameter in parameters)
         self.weights = WeightStorage(
@@ -91,7 +94,7 @@ class Handle:
             label=label,
             updated_on_host=is_trained or precision.master != precision.compute,
             refresher=mesh.refresher if is_trained and precision.casts_to_16_bits else None,
-            has_extension=self._is_extended,
+            has_extension=self.is_extended,
         )
         self.weights.set_values(parameters)
         if self.weights.refresher is not None:  # a thread may still read the masters
@@ -261,7 +264,7 @@ class Handle:
                 "embedding with max_norm). The change would be lost"
                 + (
                     ""
-                    if self.weights.needs_gather or self._is_extended or self.full_precision
+                    if self.weights.needs_gather or self.is_extended or self.full_precision
                     else ", or has corrupted the compute weights. Load the weights again"
                 )
                 + ". Change the sharded parameter between steps instead"

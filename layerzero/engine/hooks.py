@@ -358,29 +358,37 @@ def _outside_selective_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _pre_forward(scheduler: Scheduler, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    with _outside_selective_checkpoints():
+        return scheduler.pre_forward(unit, args, kwargs)
+
+
+def _post_forward(scheduler: Scheduler, unit: Unit, output: Any) -> Any:
+    with _outside_selective_checkpoints():
+        return scheduler.post_forward(unit, output)
+
+
 # torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
 
 
 class _PreForwardHook(_Hook):
     def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
         super().__init__(lz_state, unit)
-        self._run = torch.compiler.disable(Scheduler.pre_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(_pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with _outside_selective_checkpoints():
-            changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
         return changed
 
 
 class _PostForwardHook(_Hook):
     def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
         super().__init__(lz_state, unit)
-        self._run = torch.compiler.disable(Scheduler.post_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(_post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if (lz_state := self._weak()) is None or lz_state.closed:  # the pre-hook has raised
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
-        with _outside_selective_checkpoints():
-            return self._run(lz_state.scheduler, self.unit, output)
+        return self._run(lz_state.scheduler, self.unit, output)

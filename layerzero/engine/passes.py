@@ -258,17 +258,21 @@ class BackwardPass:
     def refuse_early_gradient(self, handle: Handle, slot: int) -> None:
         """Raise an error if the pass has not reached the unit of a parameter that receives a gradient.
 
-        The weights of the unit are then not gathered, and the gradient may be computed from freed memory.
+        The weights of the unit are then not gathered, and the gradient may be computed from freed memory. The check
+        does not apply to units that a ``layerzero.gathered`` context has gathered: a computation in the context that
+        saves no tensor needs no weights in the backward pass.
 
         Raises:
             RuntimeError: the pass has reached no output of the unit.
         """
-        if handle.weights.needs_gather and not any(handle in call.unit.handles for call in self.gathered_calls):
+        if not handle.weights.needs_gather or handle.used_in_context:
+            return
+        if not any(handle in call.unit.handles for call in self.gathered_calls):
             raise RuntimeError(
                 f"parameter {handle.members[slot].name!r} got a gradient before the backward reached an output of its "
                 f"unit, {handle.label!r}, whose weights are therefore not gathered. The loss depends on a result that "
-                "the forward of the unit did not return, such as an attribute (self.aux_loss = ...), or returned in "
-                "an iterator or a function. Return it in a tensor, tuple, list, dict or dataclass"
+                "the forward of the unit has stored in an attribute (self.aux_loss = ...), or returned inside an "
+                "iterator or a function. Return it in a tensor, tuple, list, dict or dataclass"
             )
 
     def active_calls_after(self, call: UnitCall) -> list[UnitCall]:

@@ -22,8 +22,9 @@ and of tied weights that use the unit's weights.
 [Note: Side results]
 A forward may compute results that it does not return, such as an auxiliary loss that it stores in an attribute. If the
 nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
-have gathered the unit. Therefore the outputs are then replaced by aliases, whose nodes are the latest of the call. If
-the loss depends on no output that has a hook, as with an iterator, a parameter gets its gradient before the unit is
+have gathered the unit. Therefore the outputs are then replaced by tensors with the same memory, whose nodes are the
+latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) If the
+loss depends on no output that has a hook, as with an iterator, a parameter gets its gradient before the unit is
 gathered. This raises an error.
 
 [Note: Forward order]
@@ -222,7 +223,9 @@ class Scheduler(Closable):
         self._ahead.discard(unit)
         if self._is_idle(unit):
             unit.show_sharded()
-        output = unit.copy_aliases(unit.cast_output(output, computes_in=self._compute_dtypes(unit)))
+        output = unit.cast_output(output, computes_in=self._compute_dtypes(unit))
+        if not (torch.is_grad_enabled() and self._stays_gathered(unit)):
+            output = unit.copy_aliases(output)
         awaits_backward = False
         if torch.is_grad_enabled():
             output, awaits_backward = self._hook_outputs(call, output)
@@ -320,8 +323,7 @@ class Scheduler(Closable):
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
         if nodes and max(nodes) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
-            output = map_tensors(output, _alias)
-            outputs += [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+            output, outputs = _with_latest_nodes(output, outputs)
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
         return output, bool(outputs)
@@ -348,6 +350,8 @@ class Scheduler(Closable):
             for unit in units:
                 self._wait(unit)
                 unit.show_gathered()
+                for handle in unit.handles:
+                    handle.used_in_context = True
             with self._saved_tensors_hooks(use):
                 yield
         except BaseException:
@@ -672,6 +676,30 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """Return an alias with an autograd node of its own, or `tensor` itself if it has no node."""
-    return tensor if tensor.grad_fn is None else torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+class _LatestNode(torch.autograd.Function):
+    """Identity function, whose result shares memory with its input but is not a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _with_latest_nodes(output: Any, outputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Give the tensors in `output` new nodes. Return the output, and `outputs` together with the new tensors.
+
+    Containers that cannot be rebuilt, leaf tensors, and sparse and nested tensors stay as they are.
+    """
+    made = {
+        id(tensor): _LatestNode.apply(tensor)  # type: ignore[no-untyped-call]
+        for tensor in outputs
+        if tensor.grad_fn is not None and tensor.layout is torch.strided
+    }
+    try:
+        output = map_tensors(output, lambda tensor: made.get(id(tensor), tensor))
+    except (TypeError, ValueError):  # for instance, the class of a container has another constructor
+        return output, outputs
+    return output, [*outputs, *made.values()]

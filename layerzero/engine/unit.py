@@ -123,7 +123,7 @@ class Unit:
         Raises:
             RuntimeError: such a tensor is in a container that cannot be rebuilt.
         """
-        freed = self._freed_storages
+        freed = self._freed_storages()
         if not freed or not any(_storage_key(tensor) in freed for tensor in iter_tensors(output)):
             return output
         output = map_tensors(output, lambda tensor: tensor.clone() if _storage_key(tensor) in freed else tensor)
@@ -134,12 +134,21 @@ class Unit:
             )
         return output
 
+    def _freed_storages(self) -> frozenset[int | None]:
+        """Return the keys of the storages that resharding frees."""
+        if any(handle.full_precision is not None or handle.is_extended for handle in self.handles):
+            used = (member.gathered if member.evaluated is None else member.evaluated for member in self.members())
+            return frozenset(map(_storage_key, used)) - {None}
+        return self._usual_freed_storages
+
     @cached_property
-    def _freed_storages(self) -> frozenset[int]:
-        """Keys of the storages that resharding frees."""
-        handles = [handle for handle in self.handles if handle.weights.needs_gather]
-        keys = {_storage_key(member.gathered) for handle in handles for member in handle.members}
-        return frozenset(key for key in keys if key is not None)
+    def _usual_freed_storages(self) -> frozenset[int | None]:
+        keys: set[int | None] = set()
+        for handle in self.handles:
+            keys.update(_storage_key(member.gathered) for member in handle.members)
+            if not handle.weights.needs_gather:
+                keys.discard(_storage_key(handle.weights.compute))
+        return frozenset(keys) - {None}
 
     def prefetch_accumulators(self) -> None:
         """Prefetch the memory of gradient accumulators before gradients arrive."""

@@ -169,7 +169,7 @@ class ShardedOptimizer(OptimizerProxy):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "deepcopy of a sharded optimizer is not supported, because it refers to the model. To keep its state, use "
-            "optimizer.state_dict_by_name() or layerzero.checkpoint.save"
+            "copy.deepcopy(optimizer.state_dict_by_name()) or layerzero.checkpoint.save"
         )
 
     # One step

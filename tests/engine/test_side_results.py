@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import layerzero
@@ -37,6 +41,8 @@ class Layer(nn.Module):
         if "before" in self.kind:
             self.auxiliary = self._auxiliary(x)
         y = torch.tanh(x @ self.weight.sin())
+        if "residual" in self.kind:
+            y = y + x
         if "after" in self.kind:
             self.auxiliary = self._auxiliary(x)
         if "in a dict" in self.kind:
@@ -106,6 +112,93 @@ def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
     run_ranks(_auxiliary_losses, size, world_size=WORLD, shared_memory=shared_memory)
 
 
+class Changed(Net):
+    """Net that hooks and changes the outputs of its units in place."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(lambda: Layer("weight after, residual"))
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.register_hook(lambda gradient: self.seen.append("hook"))
+            x = x.add_(1.0)
+            x[0] += 0.5
+        return self.head(x.relu_())
+
+
+def _change_outputs(rank: int, size: int) -> None:
+    seen: list[str] = []
+    torch.manual_seed(0)
+    alone = Changed(seen).double()
+    _train(
+        rank,
+        alone,
+        {Layer},
+        lambda net, x: net(x).square().mean() + sum(layer.auxiliary for layer in net.layers),
+        size,
+        prefetch=0,
+    )
+    model = layerzero.shard_model(Changed(seen).double(), mesh=mesh_of(size), units={Layer})
+    seen.clear()
+    model(_batch(0, rank)).sum().backward()
+    assert len(seen) == 3, seen
+    hidden = model.layers[0](_batch(0, rank))
+    assert not hidden.detach_().requires_grad  # as in truncated backpropagation through time
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_callers_change_and_hook_outputs_that_have_side_results(size: int) -> None:
+    run_ranks(_change_outputs, size, world_size=WORLD)
+
+
+class Unbuilt(Layer):
+    """Layer whose output cannot be rebuilt."""
+
+    def forward(self, x: Tensor) -> Any:
+        made: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
+        made["y"].append(super().forward(x))
+        self.statistic = made["y"][0].norm().item()
+        return made
+
+
+def _return_unbuilt(rank: int) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(Unbuilt("")).double()
+    _train(rank, alone, {Unbuilt}, lambda net, x: net(x)["y"][0].square().mean(), 2)
+
+
+def test_an_output_that_cannot_be_rebuilt_stays_as_it_is() -> None:
+    run_ranks(_return_unbuilt, world_size=WORLD)
+
+
+class Table(nn.Module):
+    """Learned positions and a head, which the model reads without calls to their units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.body, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layerzero.gathered(self.positions) if isinstance(self.body.weight, DTensor) else nullcontext():
+            h = x + self.positions.weight[:3]
+        with layerzero.gathered(self.head) if isinstance(self.body.weight, DTensor) else nullcontext():
+            bias = self.head.bias.sum()
+        return self.head(self.body(h)) + bias
+
+
+def _read_without_saving(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    alone = Table().double()
+    _train(rank, alone, ["positions", "body", "head"], lambda net, x: net(x).square().mean(), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_weights_of_which_nothing_is_saved_get_gradients(size: int) -> None:
+    run_ranks(_read_without_saving, size, world_size=WORLD)
+
+
 class Odd(nn.Module):
     """Layer that returns its result in a way that hides it from hooks."""
 
@@ -166,6 +259,24 @@ class Returning(nn.Module):
         return y, self.bias, self.frozen[2:], self.bias.detach()
 
 
+def _return_everywhere(rank: int, size: int) -> None:
+    """Return a parameter with other strides, and parameters in full precision."""
+    model = nn.Sequential(Queries("parameter"))
+    model[0].weight = nn.Parameter(torch.arange(64.0).view(8, 8).t())
+    alone = copy.deepcopy(model)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for settings in ({}, {"mp_policy": bf16}):
+        model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(size), units={Queries}, **settings)
+        assert torch.equal(model[0]().float(), alone[0]())
+        with torch.no_grad(), layerzero.full_precision(model):
+            assert torch.equal(model[0](), alone[0]())
+
+
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+def test_parameters_of_other_strides_and_precision_can_be_outputs(size: int, shared_memory: str | None) -> None:
+    run_ranks(_return_everywhere, size, world_size=WORLD, shared_memory=shared_memory)
+
+
 def _returned(net: nn.Module, x: Tensor) -> Tensor:
     y, bias, frozen, detached = net(x)
     return (y + bias).square().sum() + frozen.sum() * bias.sum() + (detached * y).sum()
@@ -187,20 +298,26 @@ def test_parameters_and_their_views_can_be_outputs(size: int, shared_memory: str
     run_ranks(_return_parameters, size, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _return_in_an_iterator(rank: int) -> None:
-    class Iterating(Queries):
-        def forward(self) -> Any:
-            made = type("Made", (), {})()
-            made.weight = self.weight
-            return made
+class Policy(Queries):
+    """Unit that returns its parameter in a distribution, as policy networks do."""
 
-    model = layerzero.shard_model(nn.Sequential(Iterating("")), mesh=mesh_of(2), units={Iterating})
+    def forward(self) -> Any:
+        return torch.distributions.Normal(self.weight, self.weight.detach().square() + 1)
+
+
+def _return_in_an_object(rank: int) -> None:
+    model = layerzero.shard_model(
+        nn.Sequential(Policy("")), mesh=mesh_of(2), units={Policy}, reshard_after_forward=False
+    )
+    model[0]().log_prob(torch.zeros(8, 8)).sum().backward()
+    assert model[0].weight.grad.full_tensor().any()
+    model = layerzero.shard_model(nn.Sequential(Policy("")), mesh=mesh_of(2), units={Policy})
     with pytest.raises(RuntimeError, match=r"whose memory is freed after the forward\. Return a copy"):
         model[0]()
 
 
 def test_a_parameter_in_an_object_is_an_error() -> None:
-    run_ranks(_return_in_an_iterator, world_size=2)
+    run_ranks(_return_in_an_object, world_size=2)
 
 
 class Block(nn.Module):
