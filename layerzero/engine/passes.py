@@ -26,12 +26,13 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"
 class UnitCall:
     """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""
 
-    __slots__ = ("__weakref__", "_position", "callers", "forward", "unit")
+    __slots__ = ("__weakref__", "_position", "callers", "first_node", "forward", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # enclosing calls, outermost first
         self.forward: ForwardPass | None = None  # forward pass that records this call in `returned`
+        self.first_node = 0  # autograd's number of the first node that the forward of the unit creates
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:

@@ -209,6 +209,7 @@ class Scheduler(Closable):
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
         self._observer.begin("forward", unit.label, call)
+        call.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
@@ -322,7 +323,7 @@ class Scheduler(Closable):
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
-        if nodes and max(nodes) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
+        if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
             output, outputs = _with_latest_nodes(output, outputs)
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]

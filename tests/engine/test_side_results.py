@@ -153,6 +153,26 @@ def test_callers_change_and_hook_outputs_that_have_side_results(size: int) -> No
     run_ranks(_change_outputs, size, world_size=WORLD)
 
 
+def _return_inputs(rank: int) -> None:
+    model = layerzero.shard_model(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), mesh=mesh_of(2))
+    same = layerzero.shard_model(Same(), mesh=mesh_of(2))
+    x = model(torch.randn(3, 8))
+    x.square()  # a later node, which the next unit has not created
+    assert same(x) is x
+
+
+class Same(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_unit_that_creates_no_node_returns_its_input() -> None:
+    run_ranks(_return_inputs, world_size=2)
+
+
 class Unbuilt(Layer):
     """Layer whose output cannot be rebuilt."""
 
