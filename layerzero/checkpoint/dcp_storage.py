@@ -184,7 +184,7 @@ class SafetensorsWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if len(plans) != num_saving_ranks(self._topology):  # DCP saves for one rank if there is no default group
             raise CheckpointError(
-                f"{self._path} has {num_saving_ranks(self._topology)} ranks, but {len(plans)} can be reached"
+                f"{num_saving_ranks(self._topology)} ranks must save {self._path}, but only {len(plans)} took part"
             )
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
         self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])

@@ -75,7 +75,7 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
             raise CheckpointError(
-                f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Pass the folder of one checkpoint"
+                f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Pass the folder of a complete checkpoint"
             )
         text = read_capped(path, MANIFEST_BYTES)
         try:

@@ -135,7 +135,8 @@ def save_async(
     call reuses the host memory. The host memory has the size of the data that this rank writes. Pinned memory may have
     twice that size, because torch rounds sizes up to a power of two. The next save or :func:`load` waits until the
     current checkpoint is written. If a background save fails, the next optimizer step, save or load emits a warning and
-    then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
+    then continues. Call ``wait()`` on the last save before ``destroy_process_group()``. Otherwise, the save may
+    fail, and the ranks only print the error.
 
     The function takes the same arguments and raises the same errors as :func:`save`.
 

@@ -100,7 +100,7 @@ class RowShardedTensor(DTensor):
                 if is_fillable_like(func):
                     return mark_uninitialized(func, _as_row_sharded(output))
                 if func in (Tensor.clone, torch.clone):
-                    output = _as_row_sharded(output)  # its full_tensor() works, as that of the original
+                    output = _as_row_sharded(output)  # so that it has full_tensor(), like the original
                 return _mark_derived(output, args)
         except RuntimeError as error:
             parameter = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)

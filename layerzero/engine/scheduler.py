@@ -324,7 +324,9 @@ class Scheduler(Closable):
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
         if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
-            output, outputs = _with_latest_nodes(output, outputs)
+            latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]
+            output = map_tensors(output, lambda tensor: latest.get(id(tensor), tensor))
+            outputs += latest.values()
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
         return output, bool(outputs)
@@ -689,18 +691,6 @@ class _LatestNode(torch.autograd.Function):
         return gradients[0]
 
 
-def _with_latest_nodes(output: Any, outputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Give the tensors in `output` new nodes. Return the output, and `outputs` together with the new tensors.
-
-    Containers that cannot be rebuilt, leaf tensors, and sparse and nested tensors stay as they are.
-    """
-    made = {
-        id(tensor): _LatestNode.apply(tensor)  # type: ignore[no-untyped-call]
-        for tensor in outputs
-        if tensor.grad_fn is not None and tensor.layout is torch.strided
-    }
-    try:
-        output = map_tensors(output, lambda tensor: made.get(id(tensor), tensor))
-    except (TypeError, ValueError):  # for instance, the class of a container has another constructor
-        return output, outputs
-    return output, [*outputs, *made.values()]
+def _can_have_latest_node(tensor: Tensor) -> bool:
+    """Return False for leaf tensors, and for sparse and nested tensors."""
+    return tensor.grad_fn is not None and tensor.layout is torch.strided

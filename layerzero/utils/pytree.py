@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -36,7 +37,7 @@ def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with its floating-point tensors cast to `dtype`. Containers are rebuilt, not modified in place."""
+    """Return `value` with its floating-point tensors cast to `dtype`, as :func:`map_tensors` does."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -45,32 +46,35 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with the results of `change` in place of its tensors. Containers are rebuilt.
+    """Return `value` with the results of `change` in place of its tensors.
 
-    Unlike :func:`iter_tensors`, the function does not search mappings other than dicts, or attributes of objects that
-    are not dataclasses.
+    Containers whose tensors change are copied, not modified in place. Unlike :func:`iter_tensors`, the function does
+    not search mappings other than dicts, or attributes of objects that are not dataclasses.
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change) for item in value]
+        if all(before is after for before, after in zip(value, items, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # namedtuples have _fields
     if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return _map_fields(value, change)
     return value
 
 
 def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    # For dict subclasses and dataclasses. An object that is both, like many model outputs, has equal items and fields.
-    names = list(value) if isinstance(value, dict) else [field.name for field in dataclasses.fields(value)]
-    old = [value[name] if isinstance(value, dict) else getattr(value, name) for name in names]
-    new = [map_tensors(item, change) for item in old]
-    if all(before is after for before, after in zip(old, new, strict=True)):
-        return value
-    if dataclasses.is_dataclass(value):
-        changed: Any = dict(zip(names, new, strict=True))
-        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
-    return type(value)(zip(names, new, strict=True))
+    # An object that is both a dict and a dataclass, like many model outputs, has equal items and fields.
+    is_dict, is_dataclass = isinstance(value, dict), dataclasses.is_dataclass(value)
+    names = list(value) if is_dict else [field.name for field in dataclasses.fields(value)]
+    changed = value
+    for name in names:
+        old = value[name] if is_dict else getattr(value, name)
+        if (new := map_tensors(old, change)) is old:
+            continue
+        changed = copy.copy(value) if changed is value else changed
+        if is_dict:
+            changed[name] = new
+        if is_dataclass:
+            object.__setattr__(changed, name, new)  # the dataclass may be frozen
+    return changed

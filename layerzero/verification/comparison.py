@@ -37,7 +37,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """Differences of one parameter (or floating-point buffer) between one sharded run and the plain run.
+    """Differences of one parameter (or floating-point buffer) between one sharded run and the unsharded run.
 
     Attributes:
         zero3_size: `zero3_size` (S) of the sharded run.
@@ -79,7 +79,7 @@ class VerifyReport:
     Attributes:
         rows: one row per parameter and sharded run, in decreasing order of the difference relative to its tolerance.
         world_size, steps, micro_batches: settings of the runs.
-        notes: remarks about the plain run.
+        notes: remarks about the unsharded run.
     """
 
     rows: tuple[ParameterDifference, ...]
@@ -127,7 +127,7 @@ class VerifyReport:
 
 
 class Comparison:
-    """Largest differences between one sharded run and the plain run, collected over all steps."""
+    """Largest differences between one sharded run and the unsharded run, collected over all steps."""
 
     def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
         self._start = start  # weights before the first step
@@ -144,7 +144,7 @@ class Comparison:
         largest_move = _largest_magnitude(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
             if name not in plain.weights or name not in ours.weights:
-                location = "when sharded" if name in plain.weights else "in the plain run"
+                location = "when sharded" if name in plain.weights else "in the unsharded run"
                 self._record_if_worse(self._weight, name, math.inf, step, f"does not exist {location}")
                 continue
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
@@ -158,7 +158,7 @@ class Comparison:
         if plain_gradient is None and gradient is None:
             self._record_if_worse(self._gradient, name, 0.0, step)
         elif plain_gradient is None or gradient is None:
-            location = "when sharded" if gradient is None else "in the plain run"
+            location = "when sharded" if gradient is None else "in the unsharded run"
             self._record_if_worse(self._gradient, name, math.inf, step, f"no gradient {location}")
         else:
             scale = max(_largest_magnitude([plain_gradient]), floor)

@@ -1,11 +1,11 @@
 """Train a model for a few steps, plain and sharded, from the same initial weights and on the same batches.
 
-[Note: Plain run]
-The plain run is data-parallel training in one process. It has one model per rank, which the user's function builds from
-the same seed. Batch-norm statistics, counters and other module state therefore change as they do on that rank. All
+[Note: Unsharded run]
+The unsharded run is data-parallel training in one process. It has one model per rank, which the user's function builds
+from the same seed. Batch-norm statistics, counters and other module state therefore change as they do on that rank. All
 models share the storage of the weights. Each model processes the batches of its rank. The gradients are then averaged,
-and one optimizer updates the weights. layerzero uses no collectives in the plain run. Every rank executes the full
-plain run, so that modules that communicate with other ranks still work.
+and one optimizer updates the weights. layerzero uses no collectives in the unsharded run. Every rank executes the full
+unsharded run, so that modules that communicate with other ranks still work.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PlainRun:
 
 
 def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> PlainRun:
-    """Train without layerzero. See [Note: Plain run].
+    """Train without layerzero. See [Note: Unsharded run].
 
     Args:
         task: description of the training.
@@ -237,7 +237,7 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
 
 
 def _create_master(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter that the optimizer of the plain run updates.
+    """Return the parameter that the optimizer of the unsharded run updates.
 
     As in a sharded run, a trainable master has at least fp32 precision. If the dtype does not change, the master shares
     the storage of `parameter`.
@@ -266,7 +266,7 @@ def _has_changed(parameter: Tensor, previous: Tensor) -> bool:
 def _require_finite(losses: Iterable[float], step: int) -> None:
     if not all(map(math.isfinite, losses)):
         raise ValueError(
-            f"the loss of the plain run is not finite in step {step}, so the runs cannot be compared. Check the "
+            f"the loss of the unsharded run is not finite in step {step}, so the runs cannot be compared. Check the "
             "batches, or pass an optimizer_fn with a smaller learning rate"
         )
 

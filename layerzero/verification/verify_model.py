@@ -38,9 +38,9 @@ __all__ = ["default_optimizer", "verify"]
 _REFUSED = {
     "mesh": "verify creates a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",
-    "gradient_divide_factor": "the plain run averages gradients over ranks, so other divisors differ by a factor",
-    "hop2_codec": "the plain run reduces exact gradients, and decoded gradients would differ by their rounding",
-    "gather_codec": "the plain run uses the exact weights, and decoded weights would differ by their rounding",
+    "gradient_divide_factor": "the unsharded run averages gradients over ranks, so other divisors differ by a factor",
+    "hop2_codec": "the unsharded run reduces exact gradients, and decoded gradients would differ by their rounding",
+    "gather_codec": "the unsharded run uses the exact weights, and decoded weights would differ by their rounding",
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }
 
@@ -80,7 +80,7 @@ def verify(
 ) -> VerifyReport:
     """Train a model for a few steps, plain and sharded, and compare the gradients and weights.
 
-    The plain run is data-parallel training in one process, without collectives. The sharded runs call
+    The unsharded run is data-parallel training in one process, without collectives. The sharded runs call
     :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer`, as a training loop
     does. All runs start from the same weights and draw the same random numbers for a given rank and micro-batch.
     Therefore dropout and batch-norm in training mode can be compared.
@@ -129,7 +129,7 @@ def verify(
             ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
             the training loop.
 
-    The plain run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
+    The unsharded run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
     `buffer_dtype` requests a lower precision, there are two runs for each S. The first run omits these settings and
     uses the strict tolerance. It determines whether the model can be sharded. The second run uses the settings and
     measures the effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a
@@ -257,7 +257,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
             plain = train_plain(task, world_size=world, device=device, rank=rank)
         except Exception as error:
             failure = error
-        require_equal("verify, plain run", {}, ranks=range(world), failure=failure)
+        require_equal("verify, unsharded run", {}, ranks=range(world), failure=failure)
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
         for trial in _create_trials(sizes, tolerance, settings, plain.dtypes):
@@ -335,7 +335,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
-    """Return remarks about the plain run. All ranks must call this function.
+    """Return remarks about the unsharded run. All ranks must call this function.
 
     Only rank 0's result includes the remark about in-place changes of weights.
     """
@@ -353,7 +353,7 @@ def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
     if odd:
         ranks = ", ".join(map(str, odd))
         notes.append(
-            f"in the plain run, rank{'s' * (len(odd) > 1)} {ranks} and rank 0 computed different losses from the same "
-            "batches and random numbers. The model, the loss or the batches depend on the rank, or on chance"
+            f"in the unsharded run, rank{'s' * (len(odd) > 1)} {ranks} and rank 0 computed different losses from the "
+            "same batches and random numbers. The model, the loss or the batches depend on the rank, or on chance"
         )
     return tuple(notes)

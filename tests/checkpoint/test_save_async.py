@@ -59,11 +59,11 @@ def test_training_during_the_write_changes_nothing_in_it(tmp_path: Path) -> None
 def _save_and_destroy(rank: int, folder: str) -> str:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    gate, prepare = threading.Event(), checkpoint.saving.write_tensors
+    gate, write = threading.Event(), checkpoint.saving.write_tensors
 
     def write_late(*args, **kwargs):
         gate.wait()
-        return prepare(*args, **kwargs)
+        return write(*args, **kwargs)
 
     checkpoint.saving.write_tensors = write_late
     try:
@@ -78,7 +78,7 @@ def _save_and_destroy(rank: int, folder: str) -> str:
         return printed.getvalue()
     finally:
         gate.set()
-        checkpoint.saving.write_tensors = prepare
+        checkpoint.saving.write_tensors = write
 
 
 def test_a_group_that_is_destroyed_during_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:

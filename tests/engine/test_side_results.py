@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -90,19 +91,16 @@ def _train(
         )
 
 
+def _loss_with_auxiliary(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean() + sum(layer.auxiliary for layer in net.layers)
+
+
 def _auxiliary_losses(rank: int, size: int) -> None:
     for kind in ("router before", "router after", "weight before", "weight after", "weight after, in a dict"):
         for prefetch in (0, 1):
             torch.manual_seed(0)
             alone = Net(lambda kind=kind: Layer(kind)).double()
-            _train(
-                rank,
-                alone,
-                {Layer},
-                lambda net, x: net(x).square().mean() + sum(layer.auxiliary for layer in net.layers),
-                size,
-                prefetch=prefetch,
-            )
+            _train(rank, alone, {Layer}, _loss_with_auxiliary, size, prefetch=prefetch)
 
 
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
@@ -132,14 +130,7 @@ def _change_outputs(rank: int, size: int) -> None:
     seen: list[str] = []
     torch.manual_seed(0)
     alone = Changed(seen).double()
-    _train(
-        rank,
-        alone,
-        {Layer},
-        lambda net, x: net(x).square().mean() + sum(layer.auxiliary for layer in net.layers),
-        size,
-        prefetch=0,
-    )
+    _train(rank, alone, {Layer}, _loss_with_auxiliary, size, prefetch=0)
     model = layerzero.shard_model(Changed(seen).double(), mesh=mesh_of(size), units={Layer})
     seen.clear()
     model(_batch(0, rank)).sum().backward()
@@ -173,24 +164,46 @@ def test_a_unit_that_creates_no_node_returns_its_input() -> None:
     run_ranks(_return_inputs, world_size=2)
 
 
-class Unbuilt(Layer):
-    """Layer whose output cannot be rebuilt."""
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Output that ``dataclasses.replace`` cannot rebuild."""
+
+    number: dataclasses.InitVar[int]
+    y: Tensor
+    kind: str = dataclasses.field(default="", init=False)
+
+
+class Held(Layer):
+    """Layer that returns its output in an unusual container."""
 
     def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(x @ self.weight.sin())
+        self.auxiliary = self._auxiliary(x)
+        if "dataclass" in self.kind:
+            return Output(1, y)
+        if "values" in self.kind:
+            return torch.return_types.max((y, torch.zeros(3)))
         made: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
-        made["y"].append(super().forward(x))
-        self.statistic = made["y"][0].norm().item()
+        made["y"].append(y)
         return made
 
 
-def _return_unbuilt(rank: int) -> None:
-    torch.manual_seed(0)
-    alone = nn.Sequential(Unbuilt("")).double()
-    _train(rank, alone, {Unbuilt}, lambda net, x: net(x)["y"][0].square().mean(), 2)
+def _loss_of_held(net: nn.Module, x: Tensor) -> Tensor:
+    for layer in net:
+        made = layer(x)
+        x = made["y"][0] if isinstance(made, dict) else made.y if isinstance(made, Output) else made.values
+    return x.square().mean() + sum(layer.auxiliary for layer in net)
 
 
-def test_an_output_that_cannot_be_rebuilt_stays_as_it_is() -> None:
-    run_ranks(_return_unbuilt, world_size=WORLD)
+def _hold(rank: int, size: int) -> None:
+    for kind in ("weight, defaultdict", "weight, dataclass", "weight, values"):
+        torch.manual_seed(0)
+        alone = nn.Sequential(Held(kind), Held(kind)).double()
+        _train(rank, alone, {Held}, _loss_of_held, size, prefetch=0)
+
+
+def test_an_auxiliary_loss_beside_outputs_in_unusual_containers() -> None:
+    run_ranks(_hold, 4, world_size=WORLD)
 
 
 class Table(nn.Module):

@@ -43,7 +43,7 @@ def test_a_small_but_real_gradient_is_not_lost_below_the_models() -> None:
 
 @pytest.mark.parametrize(
     ("plain", "ours", "note"),
-    [(ONE, None, "no gradient when sharded"), (None, ONE, "no gradient in the plain run"), (None, None, "")],
+    [(ONE, None, "no gradient when sharded"), (None, ONE, "no gradient in the unsharded run"), (None, None, "")],
 )
 def test_a_gradient_that_only_one_run_has_is_a_difference(plain: Tensor | None, ours: Tensor | None, note: str) -> None:
     row = row_of(snapshot(a=plain), snapshot(a=ours))

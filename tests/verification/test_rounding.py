@@ -66,7 +66,9 @@ def test_a_weight_of_a_norm_may_be_one_ulp_off_and_no_more() -> None:
     reports = run_ranks(_verify_norms)[0]
     (row,) = reports["an ulp"].rows
     assert row.ok
-    assert row.gradient > 0, "the ranks' gradients were added in the order of the plain run, so nothing was compared"
+    assert row.gradient > 0, (
+        "the ranks' gradients were added in the order of the unsharded run, so nothing was compared"
+    )
     assert not reports["skipped"].ok
     assert reports["skipped"].rows[0].gradient == 0
     assert not reports["scaled"].ok

@@ -362,11 +362,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "tolerance": ({"tolerance": -1.0}, "tolerance must be a positive number, got -1.0"),
     "mesh": ({"mesh": None}, "verify does not support mesh"),
     "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
-    "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
-    "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the plain run"),
+    "gather_codec": (
+        {"gather_codec": layerzero.Float8Rows()},
+        "verify does not support gather_codec: the unsharded run",
+    ),
+    "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the unsharded run"),
     "refresh_codec": (
         {"refresh_codec": layerzero.Int4Difference()},
-        "verify does not support refresh_codec=Int4Difference(): the plain run uses the exact weights",
+        "verify does not support refresh_codec=Int4Difference(): the unsharded run uses the exact weights",
     ),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
