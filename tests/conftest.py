@@ -12,19 +12,27 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as exhaustive the slow settings of a test that its mark ``sample`` leaves out of make test-slow."""
-    sampled: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Spread the settings of tests over the tiers, as their marks ``sample`` and ``default_sample`` say."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
-        elif item.get_closest_marker("sample") and item.get_closest_marker("slow"):
-            sampled[item.nodeid.partition("[")[0]].append(item)
-    for settings in sampled.values():
-        (number,) = settings[0].get_closest_marker("sample").args
+    is_slow = {item: item.get_closest_marker("slow") is not None for item in items}
+    _leave_out([item for item in items if is_slow[item]], "sample", "exhaustive")
+    _leave_out([item for item in items if not is_slow[item]], "default_sample", "slow")
+
+
+def _leave_out(items: list[pytest.Item], sample: str, tier: str) -> None:
+    """Move all but n settings of each test that has the mark `sample` with the argument n to `tier`."""
+    settings_of: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(sample):
+            settings_of[item.nodeid.partition("[")[0]].append(item)
+    for settings in settings_of.values():
+        (number,) = settings[0].get_closest_marker(sample).args
         kept = {(2 * index + 1) * len(settings) // (2 * number) for index in range(number)}  # spread evenly
         for index, item in enumerate(settings):
             if index not in kept:
-                item.add_marker("exhaustive")
+                item.add_marker(tier)
 
 
 def pytest_sessionfinish() -> None:

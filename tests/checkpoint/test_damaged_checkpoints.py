@@ -54,6 +54,7 @@ def _write_byte(file: Path, offset: int, byte: int) -> None:
         opened.write(bytes([byte]))
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(damaged: Path, name: str) -> None:
     file = damaged / name

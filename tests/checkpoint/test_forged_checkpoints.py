@@ -278,6 +278,7 @@ def _fuzz(rank: int, folder: Path, examples: int) -> int:
     return refused
 
 
+@pytest.mark.slow
 def test_whatever_the_table_of_contents_says_it_is_loaded_or_refused(intact: Path, tmp_path: Path) -> None:
     shutil.copytree(intact, tmp_path / "intact")
     (refused,) = run_ranks(_fuzz, tmp_path, 150, world_size=1)

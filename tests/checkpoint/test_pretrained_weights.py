@@ -64,6 +64,7 @@ def _load(rank: int, path: str, wanted: dict[str, Tensor]) -> None:
                 assert torch.equal(TiedTransformer.loss(model, batch), TiedTransformer.loss(whole, batch)), (size, meta)
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_is_loaded_into_a_model_that_was_built_on_meta(tmp_path: Path, dtype: torch.dtype) -> None:
     state = _state(dtype)

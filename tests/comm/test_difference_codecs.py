@@ -277,14 +277,14 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
     return digests
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
     [
-        (2, 1, "off", False),
         (2, 1, "off", True),
-        (4, 2, None, False),
-        (4, 2, "off", True),
+        pytest.param(2, 1, "off", False, marks=pytest.mark.slow),
+        pytest.param(4, 2, None, False, marks=pytest.mark.slow),
+        pytest.param(4, 2, "off", True, marks=pytest.mark.slow),
         pytest.param(3, 1, "off", False, marks=pytest.mark.slow),
         pytest.param(3, 1, "off", True, marks=pytest.mark.slow),
         pytest.param(4, 2, "off", False, marks=pytest.mark.slow),
@@ -385,6 +385,7 @@ def _exact(rank: int) -> None:
     assert sent[1] < 0.4 * sent[0]
 
 
+@pytest.mark.slow
 def test_training_is_bitwise_the_same_if_differences_are_exact() -> None:
     run_ranks(_exact)
 

@@ -140,6 +140,7 @@ def _same_bits(rank: int, size: int, steps: int, folder: Path, muon: bool, setti
 
 
 # The slow test below takes up to 200 steps with each sharding and transport.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),
     [(2, 1, "off", False), (2, 1, "off", True), (4, 2, None, False)],
@@ -191,6 +192,7 @@ def test_weights_have_the_same_bits_with_other_settings(settings: dict[str, Any]
     run_ranks(_same_bits, 2, 40, tmp_path, False, settings)
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("setting", ["offload_optimizer", "offload_params"])
 def test_weights_have_the_same_bits_with_offloading(setting: str, tmp_path: Path) -> None:
     run_ranks(_offloaded, setting, tmp_path)
@@ -325,6 +327,7 @@ def _predicted(rank: int) -> None:
     assert layerzero.memory(model).measured["refresh_state"] == layerzero.memory(model).predicted["refresh_state"] == 0
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_the_last_changes_of_weights_are_equal_on_all_replicas(shared_memory: str | None) -> None:
     run_ranks(_predicted, shared_memory=shared_memory)
@@ -381,6 +384,7 @@ def _flipped(rank: int) -> None:
             each.weights.finish_refresh()
 
 
+@pytest.mark.slow
 def test_a_wrong_bit_is_found_when_digests_are_compared() -> None:
     run_ranks(_flipped)
 

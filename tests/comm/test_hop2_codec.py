@@ -150,6 +150,7 @@ def _same_bits(rank: int) -> None:
         assert not different(*found), (size, mode, settings)
 
 
+@pytest.mark.slow
 @BOTH_SHARED_SLOW
 def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None) -> None:
     run_ranks(_same_bits, shared_memory=shared_memory)
@@ -455,6 +456,7 @@ def _counted(rank: int) -> None:
         assert traffic.bytes["hop2"] < 0.6 * exact * calls, "small parts are padded to 16 bytes"
 
 
+@pytest.mark.slow
 @BOTH_SHARED_SLOW
 def test_bytes_and_memory_are_those_that_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_counted, shared_memory=shared_memory)

@@ -157,6 +157,7 @@ def _chunks_outside(rank: int) -> None:
             compare(rank, "chunks", case, units=_together, **settings)
 
 
+@pytest.mark.slow
 def test_a_loss_calls_the_head_in_chunks_outside_of_the_model() -> None:
     run_ranks(_chunks_outside, world_size=WORLD)
 

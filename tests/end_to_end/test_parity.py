@@ -140,7 +140,7 @@ def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("data_parallel", SHARDINGS)
-@BOTH
+@BOTH_SHARED_SLOW
 def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, shared_memory: str) -> None:
     run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory=shared_memory)
 
@@ -157,6 +157,7 @@ def _train_with_other_settings(rank: int) -> None:
         train_exactly(rank, str(settings), 3, reference, mesh=mesh, **settings)
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_settings_of_speed_and_memory_change_no_bit(shared_memory: str) -> None:
     run_ranks(_train_with_other_settings, shared_memory=shared_memory)
@@ -193,6 +194,7 @@ def _call_in_backward(function: Callable[[], None], module: nn.Module, args: obj
     output.register_hook(lambda gradient: function())
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_a_late_rank_changes_nothing(shared_memory: str) -> None:
     run_ranks(_train_with_a_late_rank, shared_memory=shared_memory)
@@ -266,6 +268,7 @@ def _train_in_bf16(rank: int) -> None:
             assert all(p.dtype == torch.float32 for p in model.parameters()), case
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(shared_memory: str) -> None:
     run_ranks(_train_in_bf16, shared_memory=shared_memory)

@@ -171,6 +171,7 @@ def _reference_equals_one_process(rank: int) -> None:
             assert not (wrong := different(parameters, expected.parameters)), f"{at}: {wrong}"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 def test_the_reference_equals_one_process_bit_for_bit(world_size: int) -> None:
     run_ranks(_reference_equals_one_process, world_size=world_size)
@@ -189,6 +190,7 @@ def _engine_equals_reference(rank: int) -> None:
             assert not (wrong := different(ours, expected)), f"{at}: {wrong}"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 @BOTH_SHARED_SLOW
 def test_the_engine_equals_the_reference_bit_for_bit(world_size: int, shared_memory: str | None) -> None:
@@ -219,6 +221,7 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(ours, expected, **rounding, msg=lambda m, at=at: f"{at}: {m}")
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "dtype",

@@ -125,7 +125,10 @@ def _all_cases(rank: int, interleaved: bool) -> None:
             _train(rank, interleaved, zero3_size, accumulation)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "interleaved",
+    [pytest.param(False, id="1F1B"), pytest.param(True, id="Interleaved1F1B", marks=pytest.mark.slow)],
+)
 @BOTH_SHARED_SLOW
 def test_sharded_stages_train_like_one_process(interleaved: bool, shared_memory: str) -> None:
     run_ranks(_all_cases, interleaved, shared_memory=shared_memory)

@@ -285,6 +285,7 @@ def full_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_the_first_rank_alone_gets_tensors_and_other_replicas_send_nothing(shared_memory: str | None) -> None:
     run_ranks(_first_rank, shared_memory=shared_memory)
@@ -414,6 +415,7 @@ def consume(stream: Iterator[Any]) -> None:
         raise Stop
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("how", ["break", "close", "raise", "packets"])
 def test_a_rank_may_leave_early(how: str) -> None:
     run_ranks(_leave_early, 0 if how == "packets" else 1, how, pg_timeout=10)

@@ -46,6 +46,7 @@ def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
 
 
 # With S = 1 there is no shared memory.
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize(
     ("zero3_size", "shared_memory"), [(1, "off"), (2, "off"), (4, "off"), (2, None), (4, None)], ids=str
 )
@@ -67,6 +68,7 @@ def _accumulate_over_steps(rank: int) -> None:
             assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
 
 
+@pytest.mark.slow
 def test_gradients_add_up_until_zero_grad_even_across_steps() -> None:
     run_ranks(_accumulate_over_steps)
 
@@ -116,6 +118,7 @@ def _forget_in_every_way(rank: int, way: str) -> None:
 
 
 # In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "shared_memory"),
@@ -202,6 +205,7 @@ def _clip(rank: int, sizes: tuple[tuple[int, str], ...]) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_clipping_uses_the_norm_of_the_whole_model(shared_memory: str | None) -> None:
     alone = () if shared_memory is None else ((1, "sharded"),)  # without shared memory

@@ -117,6 +117,7 @@ def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
             assert_step(model, optimizer, expected, f"S={size} {mode}, {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "offload_grads",
@@ -214,6 +215,7 @@ def _state_after_seed(rank: int, loop: tuple[bool, ...]) -> Tensor:
     return torch.get_rng_state()
 
 
+@pytest.mark.slow
 @BOTH_SHARED_SLOW
 def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str | None) -> None:
     run_ranks(_rounded, shared_memory=shared_memory)
@@ -299,6 +301,7 @@ def _stored(rank: int) -> None:
             assert all(isinstance(h.gradients.final.storage, AliasedStorage) for h in get_state(models[1]).handles)
 
 
+@pytest.mark.slow
 def test_accumulators_take_half_the_memory_on_the_device_and_in_the_host() -> None:
     run_ranks(_stored, shared_memory="off")
 

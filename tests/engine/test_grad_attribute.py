@@ -81,6 +81,7 @@ def _write(rank: int) -> None:
             assert_same_gradients(model, alone, (settings, script))
 
 
+@pytest.mark.slow
 def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
     run_ranks(_write, world_size=WORLD)
 
@@ -107,6 +108,7 @@ def _penalize(rank: int) -> None:
             assert_same_gradients(model, alone, (settings, inside_no_sync))
 
 
+@pytest.mark.slow
 def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
     run_ranks(_penalize, world_size=WORLD)
 
@@ -214,6 +216,7 @@ def _penalize_while_accumulating(rank: int) -> None:
             assert_same_gradients(model, alone, (settings, pattern))
 
 
+@pytest.mark.slow
 def test_a_penalty_in_every_micro_batch() -> None:
     run_ranks(_penalize_while_accumulating, world_size=WORLD)
 
@@ -293,6 +296,7 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
                 torch.testing.assert_close(ours, parameter.detach(), msg=f"{each}, {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -390,6 +394,7 @@ def _freeze_late(rank: int) -> None:
     assert_same_gradients(model, alone, "")
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late])
 def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
     run_ranks(what, world_size=WORLD, shared_memory="off")
@@ -486,6 +491,7 @@ def _backward_to_parts(rank: int) -> None:
         assert model.scale.grad is None and model.units[0].linear.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_a_backward_reaches_the_parameters_that_it_is_given() -> None:
     run_ranks(_backward_to_parts, world_size=WORLD)
 

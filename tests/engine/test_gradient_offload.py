@@ -145,6 +145,7 @@ def _policy(reduce: torch.dtype) -> Any:
 
 
 # Each reduction spec of engine/reduction_spec.py.
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "size", "mode"),
@@ -188,6 +189,7 @@ def _odd_graphs(rank: int, setting: str) -> None:
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.slow)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)
@@ -218,6 +220,7 @@ def _recovers(rank: int, setting: str) -> None:
             assert not different(got, expected), mode
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("setting", ["offload_grads", "offload_optimizer"])
 def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: str) -> None:
     run_ranks(_recovers, setting, world_size=WORLD)

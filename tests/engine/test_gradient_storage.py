@@ -91,6 +91,7 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         _run_odd_order(rank, script, model, optimizer, f"S={zero3_size} {settings} {mode} {script}")
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("zero3_size", "mode", "settings", "scripts"),

@@ -76,6 +76,7 @@ def _custom(rank: int) -> None:
             compare(rank, keep, Case(lambda k=keep: Chain(Custom(k), Block(), Custom(k)), IN_FLIGHT), **settings)
 
 
+@pytest.mark.slow
 def test_an_autograd_function_may_keep_a_view_of_a_weight() -> None:
     run_ranks(_custom, world_size=WORLD)
 
@@ -140,6 +141,7 @@ def _with_hooks(rank: int, when: str, attach: Callable[[nn.Module, Log], None]) 
         assert logs[0] and {key: count * WORLD for key, count in logs[0].items()} == dict(logs[1]), (when, settings)
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("attach", [_log_modules, _log_tensors])
 def test_module_and_tensor_hooks_fire_as_in_one_process(when: str, attach: Callable[[nn.Module, Log], None]) -> None:
@@ -188,6 +190,7 @@ def _mask(rank: int, when: str) -> None:
             alone.zero_grad()
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed(when: str) -> None:
     run_ranks(_mask, when, world_size=WORLD)
@@ -224,6 +227,7 @@ def _step_in_hooks(rank: int, when: str) -> None:
         assert len(seen) == len(parameters)
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_post_accumulate_hooks_see_final_gradients_once(when: str) -> None:
     run_ranks(_step_in_hooks, when, world_size=WORLD)

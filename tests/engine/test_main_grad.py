@@ -105,6 +105,7 @@ def _adds_once(rank: int) -> None:
             model.zero_grad(set_to_none=step != 1)
 
 
+@pytest.mark.slow
 def test_what_kernels_add_counts_once_in_every_micro_batch() -> None:
     run_ranks(_adds_once, world_size=WORLD)
 

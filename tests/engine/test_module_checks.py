@@ -208,6 +208,7 @@ def _remove_on_one(rank: int, size: int) -> str:
     return ""
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_module_that_goes_on_one_rank_only_is_an_error_or_unused_there(size: int) -> None:
     messages = run_ranks(_remove_on_one, size, world_size=WORLD, pg_timeout=3, shared_memory="off")

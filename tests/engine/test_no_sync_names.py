@@ -188,5 +188,6 @@ def _listen(rank: int) -> None:
         assert all("followed 2 backward passes" in text and "no_sync(model)" in text for text in heard), heard
 
 
+@pytest.mark.slow
 def test_who_reduces_every_micro_batch_hears_of_it_once() -> None:
     run_ranks(_listen, world_size=WORLD)

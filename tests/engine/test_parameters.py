@@ -59,6 +59,7 @@ def _strided(rank: int) -> None:
         assert torch.equal(whole, model.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_strides_of_parameters_are_kept_in_compute() -> None:
     run_ranks(_strided, world_size=WORLD)
 

@@ -138,6 +138,7 @@ def _compare_integers(rank: int) -> None:
                     assert not different(masters, masters_by_hand), case
 
 
+@pytest.mark.slow
 def test_integers_train_exactly_as_by_hand_in_every_reduce_dtype() -> None:
     run_ranks(_compare_integers, world_size=WORLD)
 
@@ -261,6 +262,7 @@ def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
                 model.weight.grad = None
 
 
+@pytest.mark.default_sample(1)
 @BOTH
 def test_tiny_and_large_fp16_gradients_arrive(shared_memory: str | None) -> None:
     run_ranks(_keep_tiny_gradients, False, shared_memory=shared_memory)
@@ -432,6 +434,7 @@ def _freeze(rank: int) -> None:
                 assert layerzero.memory(model).measured["optimizer"] == 4 * rows, case
 
 
+@pytest.mark.slow
 def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_bytes() -> None:
     run_ranks(_freeze, world_size=WORLD)
 

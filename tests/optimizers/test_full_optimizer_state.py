@@ -110,6 +110,7 @@ def _there_and_back(rank: int, kind: str) -> None:
         assert not different(dict(fresh.named_parameters()), dict(alone.named_parameters()))
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("kind", ["SGD", "owned"])
 def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(kind: str) -> None:
     run_ranks(_there_and_back, kind, world_size=WORLD)

@@ -208,6 +208,7 @@ def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Refer
     return seen, model.spike.to_local().numel()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "zero3_size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
@@ -324,6 +325,7 @@ def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
         assert model.spike.detach().full_tensor().item() == -(2**-4) * scaled_once
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_unscaling_what_no_sync_has_left_unreduced_is_refused(zero3_size: int) -> None:
     run_ranks(_unscale_inside_no_sync, zero3_size)

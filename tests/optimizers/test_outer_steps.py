@@ -241,6 +241,7 @@ def _warm_up(rank: int, clips: bool) -> None:
         assert not different(full_gradients(model), before), "gradients are averaged after the warm-up"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("clips", [False, True], ids=["exact", "clipped"])
 def test_the_warm_up_is_synchronous_training(clips: bool) -> None:
     run_ranks(_warm_up, clips)

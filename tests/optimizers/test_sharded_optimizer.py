@@ -221,6 +221,7 @@ def _save_and_load(rank: int) -> None:
         assert_close(other_sharding, expected, f"{name}: continued in another sharding")
 
 
+@pytest.mark.slow
 def test_state_by_name_is_keyed_by_name_and_training_continues_from_it() -> None:
     run_ranks(_save_and_load)
 

@@ -103,6 +103,7 @@ def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
     assert any(p.isnan().any() for p in full_parameters(model).values()), "who closes it gets what he asks for"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize(
     ("size", "accumulation", "shared_memory"),
     [(1, "full", "off"), (2, "sharded", None), (2, "full", "off"), (4, "sharded", "off")],

@@ -136,6 +136,7 @@ def _count(rank: int, zero3_size: int) -> None:
         assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is predicted"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("data_parallel", "zero3_size"),
@@ -285,6 +286,7 @@ def assert_as_predicted(model: nn.Module, by_formula: dict[str, int], case: str)
     assert report.predicted["accumulator"] <= by_formula["accumulator"], f"{case}: accumulator"
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("data_parallel", SHARDINGS)
 def test_held_bytes_are_the_predicted_ones_and_do_not_grow(data_parallel: int) -> None:
     run_ranks(_weigh, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory="off")

@@ -230,6 +230,7 @@ def _inside(rank: int) -> None:
         assert full_parameters(model).keys() == dict(alone.named_parameters()).keys()
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("run", [run_ranks, run_sharing])
 def test_forwards_without_gradients_run_on_whole_parameters(run: Any) -> None:
     run(_inside, world_size=WORLD)

@@ -170,6 +170,7 @@ def _trained(rank: int) -> None:
         assert sorted(adapters) == [f"layers.{i}.{name}" for i in range(2) for name in ("down", "up")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_adapters_are_trained_on_bases_that_cannot_be(run: Callable[..., Any]) -> None:
     run(_trained, world_size=WORLD)

@@ -214,6 +214,7 @@ def _tied_head(rank: int) -> None:
         assert calls in (0, 5 + 5), calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_a_chunked_loss_is_one_unit_with_its_tied_head(run: Callable[..., Any]) -> None:
     run(_tied_head, world_size=WORLD)
@@ -276,6 +277,7 @@ def _consecutive(rank: int) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0
 
 
+@pytest.mark.slow
 def test_modules_of_one_unit_that_follow_each_other_are_gathered_once() -> None:
     run_ranks(_consecutive, world_size=WORLD)
 
