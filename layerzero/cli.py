@@ -20,6 +20,7 @@ from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.safe_json import printable
 from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
+from layerzero.config import ACCUMULATIONS
 from layerzero.config.yaml_file import dtype_named
 from layerzero.megatron.export_parts import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
@@ -85,6 +86,8 @@ def _verify(
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, but the command `layerzero` does not
         sys.path.insert(0, os.getcwd())
+    if accumulation not in ACCUMULATIONS:
+        _exit_with_error(f"--accumulation must be one of {', '.join(ACCUMULATIONS)}, got {accumulation!r}")
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
         dtype = _parse_dtype(param_dtype, "--param-dtype")

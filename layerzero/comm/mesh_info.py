@@ -189,14 +189,16 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
         model = layerzero.shard_model(model, mesh=mesh, units={Block})
     """
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised. Call torch.distributed.init_process_group() first")
+        raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     return mesh_of_ranks(range(dist.get_world_size()), zero3_size, device_type or default_device_type())
 
 
-def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
+def mesh_of_ranks(
+    ranks: Sequence[int], zero3_size: int | None, device_type: str, *, caller: str = "init_mesh"
+) -> DeviceMesh:
     """Create a mesh of the given `ranks`, which must be in ascending order; see :func:`init_mesh`.
 
-    All of these ranks must call this function.
+    All of these ranks must call this function. Messages name `caller`, the public function that needs the mesh.
     """
     world = len(ranks)
     failure: Exception | None = None
@@ -208,7 +210,7 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     table = torch.tensor(ranks).view(world // size, size)
     row, column = _row_and_column_ranks(table)
     fields = {"zero3_size": repr(requested_size), "device_type": device_type}
-    require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
+    require_equal(caller, fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
     world_group = dist.group.WORLD
     assert world_group is not None
     return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)

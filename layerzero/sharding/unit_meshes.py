@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Communicator
-from layerzero.comm.mesh_info import MeshInfo, check_mesh, init_mesh, mesh_of_ranks
+from layerzero.comm.mesh_info import MeshInfo, check_mesh, mesh_of_ranks
 from layerzero.comm.model_ranks import ModelParallelAxes, ModelRanks, broadcast_over
 from layerzero.comm.process_groups import ModelGroups
+from layerzero.device.accelerator import default_device_type
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
@@ -55,13 +56,14 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
         return _mesh_of_module(mesh, "", model)
     model_parallel = _model_parallel_mesh(model)
     if model_parallel is None or model_parallel.size() == 1 or model_parallel._get_root_mesh() == model_parallel:
-        return init_mesh(zero3_size)
+        return mesh_of_ranks(range(dist.get_world_size()), zero3_size, default_device_type(), caller="shard_model")
     if zero3_size is None:
         raise ValueError(
             "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
             "such as mesh['dp'], or zero3_size"
         )
-    return mesh_of_ranks(_data_parallel_ranks(model_parallel), zero3_size, model_parallel.device_type)
+    ranks = _data_parallel_ranks(model_parallel)
+    return mesh_of_ranks(ranks, zero3_size, model_parallel.device_type, caller="shard_model")
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:

@@ -110,9 +110,9 @@ def _case(call: Callable[[], Any], *patterns: str, usual: Callable[[], Any] = _s
 RANK = rf"\b{ODD}\b"
 CASES: dict[str, Case] = {
     "zero3_size of init_mesh": _case(
-        lambda: layerzero.init_mesh(4), "zero3_size", RANK, usual=lambda: layerzero.init_mesh(2)
+        lambda: layerzero.init_mesh(4), "init_mesh", "zero3_size", RANK, usual=lambda: layerzero.init_mesh(2)
     ),
-    "zero3_size": _case(lambda: _shard(zero3_size=4), "zero3_size", RANK),
+    "zero3_size": _case(lambda: _shard(zero3_size=4), "shard_model", "zero3_size", RANK),
     "param_dtype": _case(
         lambda: _shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "param_dtype", "bfloat16", RANK
     ),

@@ -98,7 +98,7 @@ def _refused(rank: int) -> None:
 
 def test_what_cannot_be_probed_is_said() -> None:
     run_ranks(_refused, world_size=2)
-    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
         probe()
 
 

@@ -99,7 +99,10 @@ USAGE = {
     "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
     "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
     "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes contains 3, which does not divide the 4 ranks"),
-    "accumulation": (["mine:Right", "--accumulation", "some"], "accumulation='some'"),
+    "accumulation": (
+        ["mine:Right", "--accumulation", "some"],
+        "--accumulation must be one of sharded, full, local, got 'some'",
+    ),
     "dtype": (
         ["mine:Right", "--param-dtype", "int8"],
         "--param-dtype is 'int8', which is not a supported dtype. Use one of fp32, ",
