@@ -329,6 +329,9 @@ class Scheduler(Closable):
             outputs += latest.values()
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
+            # If a caller changes a view in place, autograd gives the view another node, and passes by the hook above.
+            if tensor._base is not None and _is_computed_in(tensor._base, call):
+                tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))  # type: ignore[no-untyped-call]
         return output, bool(outputs)
 
     # Weights outside of forwards
@@ -490,6 +493,11 @@ class Scheduler(Closable):
             self.post_backward(later_call, None)
         if later_calls:
             self._prefetch_before(call)
+
+    def _pre_backward_of_base(self, call: UnitCall, gradient: Tensor) -> None:
+        """Gather the unit when the backward pass reaches the base of an output, unless an output was reached before."""
+        if call not in self._enter_backward(f"unit {call.unit.name!r}").active_calls:
+            self.pre_backward(call, gradient)
 
     def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
         """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
@@ -677,6 +685,11 @@ class Scheduler(Closable):
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()
+
+
+def _is_computed_in(tensor: Tensor, call: UnitCall) -> bool:
+    """Return whether the forward pass of a call has computed the tensor, with a graph."""
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= call.first_node
 
 
 class _LatestNode(torch.autograd.Function):

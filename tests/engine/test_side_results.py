@@ -91,6 +91,59 @@ def _train(
         )
 
 
+class ViewLayer(nn.Module):
+    """Layer that returns a view of what it computes."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(torch.tanh(self.linear(x)) @ self.linear.weight)
+
+
+class InPlaceNet(Net):
+    """Network that changes the outputs of its layers in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y.mul_(2)
+            x = (
+                y.sin()
+                if y.shape == x.shape
+                else y.reshape(x.shape[0], -1).repeat(1, x[0].numel() * len(x) // y.numel())
+            )
+        return self.head(x)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda y: y.view(-1, 2, 4),
+    "columns": lambda y: y[:, :4],
+    "view of a view": lambda y: y.t()[:].t(),
+    "no view": lambda y: y,
+}
+
+
+def _change_views(rank: int, size: int) -> None:
+    for (kind, view), frozen, prefetch in itertools.product(VIEWS.items(), ("", "bias", "layer"), (0, 1)):
+        torch.manual_seed(0)
+        alone = InPlaceNet(lambda view=view: ViewLayer(view)).double()
+        if frozen:
+            alone.layers[1].linear.bias.requires_grad_(False)
+            alone.layers[1].linear.weight.requires_grad_(frozen == "bias")
+        try:
+            _train(rank, alone, {ViewLayer}, lambda net, x: net(x).square().mean(), size, prefetch=prefetch)
+        except Exception as error:
+            raise AssertionError(f"{kind}, frozen: {frozen}, prefetch={prefetch}") from error
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_view_that_a_unit_returns_may_be_changed_in_place(size: int) -> None:
+    run_ranks(_change_views, size, world_size=WORLD)
+
+
 def _loss_with_auxiliary(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).square().mean() + sum(layer.auxiliary for layer in net.layers)
 
