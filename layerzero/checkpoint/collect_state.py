@@ -71,7 +71,7 @@ def collect(
     nonfinite = not_finite(trained_rows(lz_state, encoder.tensors))
     if nonfinite and require_finite:
         raise CheckpointError(
-            f"{few_names(nonfinite)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
+            f"non-finite values in {few_names(nonfinite)} on rank {dist.get_rank()}. Nothing is saved, and existing "
             "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
         )
     return CollectedState(document, tensors, encoder.own, encoder.digests, nonfinite)

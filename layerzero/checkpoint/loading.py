@@ -164,7 +164,8 @@ def prepare_from(
             lz_state, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
         )
         if restore.problems and strict:
-            raise ValueError(printable(f"{path} does not match the model: {restore.summary()}. {_WAY_OUT}"))
+            subject = "the model" if optimizer is None else "the model and the optimizer"
+            raise ValueError(printable(f"{path} does not match {subject}: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
         failure = error
     agree_or_raise("checkpoint.load", lz_state, fields, failure)

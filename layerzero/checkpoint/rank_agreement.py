@@ -48,9 +48,10 @@ def agree_or_raise(
 def check_usable(lz_state: LayerZeroState, optimizer: object) -> None:
     require_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned"
-        )
+        way_out = "Pass the optimizer that layerzero.shard_optimizer returned"
+        if isinstance(optimizer, (list, tuple)):
+            way_out = "Pass one optimizer (Muon, if there is one), and put the state_dict() of the others into extra"
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}. {way_out}")
     if optimizer is not None and optimizer not in lz_state.optimizers:
         raise ValueError(
             "the optimizer belongs to another model. Pass the optimizer that layerzero.shard_optimizer returned for "

@@ -69,7 +69,8 @@ def save(
         path: path of the new checkpoint folder, which must not exist yet. The folder appears under this path only after
             all its files are on disk.
         model: model that :func:`layerzero.shard_model` returned.
-        optimizer: optimizer that :func:`layerzero.shard_optimizer` returned.
+        optimizer: optimizer that :func:`layerzero.shard_optimizer` returned. If the model has several optimizers, put
+            the ``state_dict()`` of the others into `extra`, and pass the one that needs full parameters (Muon) here.
         extra: additional state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may
             contain numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model
             (``ema.state_dict()``), and lists, tuples and dicts of these. It must be the same on all ranks, except for

@@ -29,6 +29,7 @@ __all__ = ["has_peers", "require_equal"]
 _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # name of the group of all ranks
+_OTHER_OPERATION = "ranks disagree on the operation: "
 _CALL_ON_ALL = (
     "All ranks must make this call. Look for `if rank == 0:` around the call, and for an error, a signal or a slow "
     "step in the output of each rank"
@@ -86,6 +87,8 @@ def require_equal(
     if verdict != _AGREED:
         if verdict.startswith("layerzero:"):
             raise RuntimeError(verdict)
+        if verdict.startswith(_OTHER_OPERATION):
+            advice = "Make the same calls and the same changes, in the same order, on all ranks"
         raise ValueError(f"{verdict}. {advice}" if advice else verdict)
 
 
@@ -163,12 +166,16 @@ def _collect_texts(
 
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """Return a phrase that states the timeout and the last known status of each rank in `missing`."""
+    ranks_by_status: dict[str, list[int]] = defaultdict(list)
+    for rank, status in read_statuses(missing).items():
+        ranks_by_status[str(status)].append(rank)
     statuses = [
-        f"the last published status of rank {rank}: {status}; few operations publish a status, so the rank may be in "
-        "another operation now"
-        for rank, status in read_statuses(missing).items()
+        f"the last published status of {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_status.items()
     ]
-    return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(statuses)})" if statuses else "")
+    waited = f"{timeout.total_seconds():g} s"
+    if not statuses:
+        return waited
+    return f"{waited} ({'; '.join(statuses)}. Few operations publish a status, so a rank may be in another one now)"
 
 
 def _first_verdict(digests: dict[int, str] | str) -> str:
@@ -205,7 +212,7 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
     subjects = _group_ranks({rank: entry["subject"] for rank, entry in entries.items()})
     if len(subjects) > 1:
-        return "ranks disagree on the operation: " + _format_values(subjects)
+        return _OTHER_OPERATION + _format_values(subjects)
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
@@ -225,4 +232,8 @@ def _group_ranks(values: Mapping[int, object]) -> dict[str, list[int]]:
 
 
 def _format_values(ranks_of: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in ranks_of.items())
+    return " and ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items())
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -37,7 +37,7 @@ _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
 _SILENT = "the rendezvous store does not answer: its machine has stopped, or this machine cannot reach it"
 _HINT = (
-    "Look for calls that only some ranks make (`if rank == 0: evaluate(model)`, one batch less), for the output of a "
+    "Look for calls that only some ranks make (`if rank == 0: evaluate(model)`, one batch fewer), for the output of a "
     "rank that raised or was killed, and for a rank that needs longer than the timeout of the process group"
 )
 
@@ -54,7 +54,7 @@ class RankStatus:
 
     def __str__(self) -> str:
         order = f" ({' -> '.join(map(repr, self.gathers))})" if self.gathers else ""
-        return f"{self.doing}{order}{f', which {self.failed}' if self.failed else ''}"
+        return f"{self.doing}{order}{f', in which it {self.failed}' if self.failed else ''}"
 
 
 class CollectiveError(RuntimeError):
@@ -106,7 +106,7 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
     statuses, no_store = _query_store(status, others, seconds=min(5.0, max(1.0, timeout / 10)))
     sentences, elsewhere = _describe_statuses(status, others, statuses, timeout)
     sentences += [text for text in (no_store, "" if kind else str(error)) if text]
-    why = "; ".join(sentences) or "all ranks joined the collective"
+    why = "; ".join(sentences) or "all of its ranks joined it, so one of them may wait for another collective"
     # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
     if not no_store and not _completes_within(_TO_ANSWER, lambda: _publish_if_store_exists(status)):
         why += f"; {_SILENT}"  # the store stopped answering in the meantime

@@ -292,7 +292,11 @@ class GradientReducer:
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
             return
-        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Set equal values on every rank"
+        names, others = ", ".join(repr(m.name) for m in changed[:3]), len(changed) - 3
+        if others > 0:
+            names += f" and {others} more"
+        subject = f"requires_grad of {names}, frozen or unfrozen since the last pass"
+        advice = "Set equal values on every rank"
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         values = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)

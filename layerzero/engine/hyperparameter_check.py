@@ -112,7 +112,9 @@ class SettingsCheck:
         several = len({index for index, _, _ in values_by_setting}) > 1
         lines = [
             f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
-            + ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items())
+            + " and ".join(
+                f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items()
+            )
             for (index, number, name), values in values_by_setting.items()
             if len(values) > 1 or sum(map(len, values.values())) < len(texts)
         ]

@@ -145,7 +145,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
         old_groups, old_state = inner.param_groups, inner.state
-        inner.param_groups, inner.state = [], MasterKeyedState(old_state)
+        inner.param_groups, inner.state = [], MasterKeyedState(old_state, type(inner).__name__)
         old_parameters = [list(group["params"]) for group in old_groups]
         try:
             super().__init__(old_groups, inner.defaults)
@@ -583,8 +583,8 @@ class ShardedOptimizer(OptimizerProxy):
             merged = settings
         if missing:
             raise ValueError(
-                f"no saved parameter group contains {shorten_names(missing)}. Load the state of an optimizer with the "
-                "same parameters"
+                f"no saved parameter group contains {shorten_names(missing)} (load the state of an optimizer with the "
+                "same parameters)"
             )
         return merged or {}
 

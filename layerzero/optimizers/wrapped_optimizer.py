@@ -194,15 +194,17 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
     A lookup by sharded parameter raises RuntimeError. A plain defaultdict would silently create an empty state.
     """
 
-    def __init__(self, former: Mapping[Any, Any]) -> None:
-        """Copy the entries of `former` whose keys are not parameters."""
+    def __init__(self, former: Mapping[Any, Any], optimizer: str) -> None:
+        """Copy the entries of `former` whose keys are not parameters. `optimizer` is the class name, for messages."""
+        self._optimizer = optimizer
         super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
 
     def __missing__(self, key: Tensor) -> Any:
         if isinstance(key, RowShardedTensor):
             raise RuntimeError(
-                "a method of optimizer.inner was called, but the state of optimizer.inner is not keyed by sharded "
-                "parameters. Call the method on the optimizer that shard_optimizer returned"
+                f"step() or another method was called on the {self._optimizer} that was passed to shard_optimizer. "
+                "Since then, its state is not keyed by sharded parameters. Call the method on the optimizer that "
+                "shard_optimizer returned"
             )
         return super().__missing__(key)
 

@@ -143,7 +143,7 @@ FAULTS: dict[str, Callable[[Try, random.Random], str]] = {
     "SIGKILL of a node, its memory lost, a spare": killed_node,
     "SIGSTOP of a rank": stopped_rank,
     "a collective that one rank skips": skipped_collective,
-    "a rank that has one batch less and waits": late_rank,
+    "a rank that has one batch fewer and waits": late_rank,
     "disk full in a save": full_disk,
     "the newest checkpoint damaged, one bit": damaged_newest,
     "SIGTERM to one rank, with a deadline": asked_to_leave,

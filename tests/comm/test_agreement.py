@@ -405,7 +405,7 @@ def _one_group_more(rank: int) -> None:
         with pytest.raises(RuntimeError):  # the other rank does not arrive
             new_group_like([0, 1], like=impatient, device_type="cpu")
     dist.barrier()
-    with pytest.raises(ValueError, match="number of process groups created so far is 2 on rank 0, 1 on rank 1"):
+    with pytest.raises(ValueError, match="number of process groups created so far is 2 on rank 0 and 1 on rank 1"):
         layerzero.shard_model(nn.Linear(2, 2), mesh=mesh)
 
 

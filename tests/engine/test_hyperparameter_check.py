@@ -58,7 +58,7 @@ def test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_on
     first = next(step for step, text in enumerate(said[0]) if text)
     assert first <= 4, "unequal since the step of number 2"
     for part in (
-        "'lr' of parameter group 0 is 0.0625 on ranks 0, 1, 2, 0.03125 on rank 3",
+        "'lr' of parameter group 0 is 0.0625 on ranks 0, 1, 2 and 0.03125 on rank 3",
         "'lr' of parameter group 1 is 0.0625 on ranks 0, 1, 2",
         "average the loss over the ranks before you pass it to ReduceLROnPlateau",
         "load the last checkpoint",

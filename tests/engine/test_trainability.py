@@ -256,7 +256,8 @@ def _unfreeze_on_one_rank(rank: int) -> str:
 
 def test_unfreezing_on_one_rank_only_is_an_error_there() -> None:
     message = run_ranks(_unfreeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
-    assert "frozen or unfrozen" in message and "All ranks must make this call" in message
+    assert "requires_grad of 'units.0.linear.weight', frozen or unfrozen" in message
+    assert "All ranks must make this call" in message
 
 
 def _unfreeze_coarse(rank: int) -> str:

@@ -124,6 +124,8 @@ def _save(rank: int, path: str, zero3_size: int, name: str) -> None:
     expect(model, optimizers, name, 2, "trained")
     for index, optimizer in enumerate(optimizers):
         checkpoint.save(f"{path}-{index}", model, optimizer)
+    first, *others = optimizers
+    checkpoint.save(path, model, first, {"others": [other.state_dict() for other in others]})
 
 
 def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
@@ -135,6 +137,12 @@ def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
     expect(model, optimizers, name, 2, f"{case} loaded")
     train(model, optimizers, range(2, 4))
     expect(model, optimizers, name, 4, f"{case} resumed")
+    if len(optimizers) > 1:
+        first, *others = optimizers
+        extra = checkpoint.load(path, model, first)
+        for other, state in zip(others, extra["others"], strict=True):
+            other.load_state_dict(state)
+        expect(model, optimizers, name, 2, f"{case} loaded with the states of the others in extra")
 
 
 # A file is cut by its ranks, for any optimizer: each is saved with both axes, some elsewhere.
