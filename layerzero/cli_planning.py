@@ -491,6 +491,9 @@ def _read_model(
         return load_named(named, "the model")
     if missing := [name for name, value in sizes.items() if value is None]:
         raise ValueError(f"--{missing[0]} is missing. Pass all sizes, or a module:function or a config.json")
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    if hidden > 0 and heads > 0 and hidden % heads:  # TransformerShape would name `head_dim`, which is not an option
+        raise ValueError(f"--heads={heads} does not divide --hidden={hidden}. Change one of them")
     return TransformerShape(**sizes, **optional)
 
 
@@ -499,7 +502,11 @@ def _readable_failures(command: Callable[..., None]) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError, ModuleNotFoundError) as error:
-        typer.echo(f"layerzero: {_with_option_names(str(error), command)}", err=True)
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check the path and its permissions"
+        else:
+            message = _with_option_names(str(error), command)
+        typer.echo(f"layerzero: {message}", err=True)
         raise typer.Exit(2) from None
 
 

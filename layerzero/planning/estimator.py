@@ -172,8 +172,8 @@ class Estimate:
 
     @property
     def shortfalls(self) -> tuple[float, float]:
-        """`excess` and `host_excess` in bytes, the larger one first. Plans sort settings that do not fit by this."""
-        return max(self.excess, self.host_excess), min(self.excess, self.host_excess)
+        """`excess` and `host_excess` in bytes. Plans sort settings that do not fit by this, in ascending order."""
+        return self.excess, self.host_excess
 
     @cached_property
     def _cost(self) -> StepCost:
@@ -218,7 +218,7 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
-    ("fp32 gradients", lambda row: row.choice.num_low_precision),
+    ("the fewest low-precision gradient dtypes", lambda row: row.choice.num_low_precision),
     ("weights sharded within a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
     (
         "gradients sent between nodes only once per step",
@@ -357,7 +357,9 @@ class Estimator:
         if choice.scheme in ("HFSDP", "ZeRO-1"):
             memory["weights"] = element * numel / num_shards
             memory["gradients"] = reduce * numel / num_shards  # Megatron accumulates in the reduce dtype
-        memory["gathered"] = 0.0 if num_shards == 1 else (root + two_units) * element + (root + largest) * reduce
+        if num_shards > 1:
+            memory["gathered"] = (root + two_units) * element
+            memory["reduce_buffer"] = (root + largest) * reduce
         rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return rounded, sum(rounded.values())
 

@@ -50,16 +50,28 @@ _TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "hop2": ("hop 2", "hop 2"), "refresh": ("refresh", "refresh"),
     "fetch": ("host", "host"), "store": ("host", "host"), "down": ("host", "host"), "up": ("host", "host"),
 }  # fmt: skip
-_MEMORY_KINDS = {  # explanations of the legend of the memory figure
-    "zero1_shard": "full-precision masters",
-    "zero3_shard": "compute weights",
-    "accumulator": "accumulated gradients",
-    "gradient_shard": "final gradients",
-    "reduce_buffer": "scratch memory for reductions",
-    "cached_buffer": "memory of gathered weights that is kept for the next gather",
-    "residual": "errors of encoded gradients",
-    "refresh_state": "last changes of the weights, for lossless refreshes",
+_GATHERED = "gathered units"
+_MEMORY_KINDS = {  # kind in `Estimate.memory`: name in the memory figure, the same for all schemes
+    "zero1_shard": "masters", "masters": "masters",
+    "zero3_shard": "weights", "weights": "weights",
+    "accumulator": "gradients", "gradient_shard": "gradients", "gradients": "gradients",
+    "reduce_buffer": "reduction buffers",
+    "full_buffer": _GATHERED, "cached_buffer": _GATHERED, "gathered": _GATHERED,
+    "residual": "residuals", "refresh_state": "refresh state",
+    "optimizer": "optimizer", "activations": "activations",
+}  # fmt: skip
+_MEMORY_TEXTS = {  # explanations of the names in the memory figure, in the order of the parts of a bar
+    "masters": "weights in full precision, which the optimizer updates",
+    "weights": "shards of the weights in the compute dtype",
+    "gradients": "accumulated and final gradients",
+    "reduction buffers": "gradients that are being sent or received",
+    _GATHERED: "weights of the units that are gathered at the peak, including memory kept for the next gather",
+    "residuals": "errors of encoded gradients",
+    "refresh state": "last changes of the weights, for lossless refreshes",
+    "optimizer": "state of AdamW",
+    "activations": "tensors that the forward pass stores for the backward pass",
 }
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _MATPLOTLIB = {
     "svg.fonttype": "none",  # write text as text, not as paths
     "svg.hashsalt": "plan",  # write the same file for the same plan
@@ -109,7 +121,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     waits = parts_text(row)
     waits = waits[0].upper() + waits[1:]
     sections = [
-        ("Peak memory of an accelerator", f'{memory}<p class="note">{_memory_text(rows)}</p>'),
+        ("Peak memory of an accelerator", f'{memory}<p class="note">{_memory_text([*rows, *comparable])}</p>'),
         (
             f"A step with {settings_text(row.choice)}",
             f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. '
@@ -234,6 +246,7 @@ def _scheme_name(choice: Candidate) -> str:
 
 
 def _new_figure(height: float) -> Figure:
+    """Return an empty figure. `height` is its height in inches without the legend, which :func:`_svg` adds."""
     return Figure(figsize=(5.6, height), layout="constrained")
 
 
@@ -247,9 +260,29 @@ def _time_unit(longest: float) -> tuple[str, float]:
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
 
+def _memory_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which `largest` bytes are written, and the number of bytes in one unit."""
+    unit = size_text(largest).split()[1]
+    return unit, 1000.0 ** _BYTE_UNITS.index(unit)
+
+
+def _add_legend(figure: Figure, columns: int) -> None:
+    """Add a legend below the axes, with at most `columns` columns and no wider than the figure.
+
+    The height of the figure grows by the height of the legend.
+    """
+    for count in range(columns, 0, -1):
+        legend = figure.legend(loc="outside lower center", ncols=count, frameon=False)
+        extent = legend.get_window_extent()
+        if count == 1 or extent.width <= figure.bbox.width:
+            figure.set_figheight(figure.get_figheight() + extent.height / figure.dpi)
+            return
+        legend.remove()
+
+
 def _svg(figure: Figure, label: str, *, columns: int = 4) -> str:
     """Return the figure as an HTML element, without the XML prologue and the metadata of an SVG file."""
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+    _add_legend(figure, columns)
     buffer = StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     drawing = buffer.getvalue()
@@ -257,9 +290,31 @@ def _svg(figure: Figure, label: str, *, columns: int = 4) -> str:
 
 
 def _memory_text(rows: Sequence[Estimate]) -> str:
-    """Return an explanation of the kinds of memory that `rows` use."""
-    shown = [kind for kind in _MEMORY_KINDS if any(row.memory.get(kind) for row in rows)]
-    return "; ".join(f"<code>{kind}</code>: {_MEMORY_KINDS[kind]}" for kind in shown) + "."
+    """Return an explanation of the names in the memory figure of `rows`."""
+    shown = {name for row in rows for name in _memory_parts(row)}
+    texts = [
+        f"<strong>{name}</strong>{_kinds_text(name, rows)}: {text}"
+        for name, text in _MEMORY_TEXTS.items()
+        if name in shown
+    ]
+    return f"{'; '.join(texts)}. The names in parentheses are those of <code>layerzero.memory</code>."
+
+
+def _kinds_text(name: str, rows: Sequence[Estimate]) -> str:
+    """Return the kinds of :func:`layerzero.memory` for a name in the memory figure that `rows` of layerzero use."""
+    used = {kind for row in rows if row.choice.scheme == LAYERZERO for kind, nbytes in row.memory.items() if nbytes}
+    kinds = [kind for kind, shown in _MEMORY_KINDS.items() if shown == name and kind in used and kind != name]
+    return f" ({', '.join(f'<code>{kind}</code>' for kind in kinds)})" if kinds else ""
+
+
+def _memory_parts(row: Estimate) -> dict[str, float]:
+    """Return the bytes on the device at the peak of a step, by name in the memory figure, without empty parts."""
+    parts = dict.fromkeys(_MEMORY_TEXTS, 0.0)
+    for kind, nbytes in row.memory.items():
+        if not kind.startswith("host_"):
+            parts[_MEMORY_KINDS[kind]] += nbytes
+    parts[_GATHERED] += max(0.0, row.peak - sum(parts.values()))
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
@@ -267,23 +322,18 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
 
     The line is omitted if the limit is at least 50 times the largest peak.
     """
-    bars = {}
-    for row in rows:
-        kinds = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
-        bars[_row_name(row)] = {
-            **kinds,
-            "gathered at the peak": max(0, row.peak - sum(kinds.values())),
-        }
-    figure = _new_figure(1.8 + 0.32 * len(bars))
+    bars = {_row_name(row): _memory_parts(row) for row in rows}
+    unit, scale = _memory_unit(max(row.peak for row in rows))
+    figure = _new_figure(1.0 + 0.32 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
     bar_ends = [0.0] * len(bars)
-    for kind in dict.fromkeys(kind for kinds in bars.values() for kind, nbytes in kinds.items() if nbytes):
-        widths = [kinds.get(kind, 0) / 1e9 for kinds in bars.values()]
-        bars_of_kind = axes.barh(list(bars), widths, left=bar_ends, label=kind)
+    for name in [name for name in _MEMORY_TEXTS if any(name in parts for parts in bars.values())]:
+        widths = [parts.get(name, 0.0) / scale for parts in bars.values()]
+        bars_of_name = axes.barh(list(bars), widths, left=bar_ends, label=name)
         bar_ends = [start + width for start, width in zip(bar_ends, widths, strict=True)]
-    axes.bar_label(bars_of_kind, [size_text(row.peak) for row in rows], padding=3)  # at the ends of the last parts
-    limit, longest = plan.cluster.room / 1e9, max(bar_ends)
+    axes.bar_label(bars_of_name, [size_text(row.peak) for row in rows], padding=3)  # at the ends of the last parts
+    limit, longest = plan.cluster.room / scale, max(bar_ends)
     axes.set_xlim(0, 1.25 * longest)
     if limit < 50 * longest:  # otherwise the bars would be too short to read
         axes.axvline(
@@ -291,7 +341,7 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
         )
         axes.set_xlim(0, max(1.25 * longest, 1.05 * limit))
     axes.invert_yaxis()
-    axes.set_xlabel("GB")
+    axes.set_xlabel(unit)
     _ticks(axes.xaxis)
     return _svg(figure, "Peak memory by kind", columns=3)
 
@@ -306,7 +356,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     start, end = outcome.step_start, outcome.step_ends[-1]
     spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]
     unit, scale = _time_unit(end - start)
-    figure = _new_figure(3)
+    figure = _new_figure(2.6)
     axes = figure.subplots()
     for line, kind in dict.fromkeys(_TIMELINE.values()):
         intervals = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
@@ -322,7 +372,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Sequence[int]) -> str:
     """Plot the time per micro-batch against the number of nodes, for `row` and for the `others`."""
-    figure = _new_figure(3.5)
+    figure = _new_figure(3.0)
     axes = figure.subplots()
     lines = {}
     for estimate in (row, *others):

@@ -116,7 +116,7 @@ class Plan:
         numel: number of parameter elements in the model.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
-            The others follow, in ascending order of :attr:`Estimate.shortfalls`.
+            The others follow, in ascending order of :attr:`Estimate.shortfalls`, so that the closest come first.
         other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, from formulas and models of these schemes.
         best: recommended row; None if no settings fit.
         estimator: estimator that can compute more rows.
@@ -136,10 +136,15 @@ class Plan:
         best = self.best
         if best is None:
             closest = self.rows[0]
-            excess = [f"{size_text(closest.excess)} per accelerator"] if closest.excess else []
-            excess += [f"{size_text(closest.host_excess)} of host memory per node"] if closest.host_excess else []
+            needs = [f"{size_text(closest.excess)} more per accelerator"] if closest.excess else []
+            if closest.host_excess:
+                needs.append(
+                    f"{size_text(closest.host_excess)} more host memory per node "
+                    f"({size_text(closest.host * self.cluster.accelerators)} in total)"
+                )
             return (
-                f"No settings fit. The closest are {settings_text(closest.choice)}. They lack {' and '.join(excess)}. "
+                f"No settings fit. The settings that come closest ({settings_text(closest.choice)}) need "
+                f"{' and '.join(needs)}. "
                 "Smaller micro-batches, activation checkpointing, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
@@ -283,14 +288,8 @@ def row_cells(row: Estimate) -> tuple[str, ...]:
     """Return the table cells of a row, in the order of :data:`HEADER`."""
     choice = row.choice
     of_layerzero = choice.scheme == LAYERZERO
-    room = row.room - row.peak
-    room_text = (
-        f"-{size_text(-room)}"
-        if room < 0
-        else f"host -{size_text(row.host_excess)}"
-        if row.host_excess
-        else size_text(room)
-    )
+    lacking = [f"-{size_text(row.excess)}"] if row.excess else []
+    lacking += [f"host -{size_text(row.host_excess)}"] if row.host_excess else []
     return (
         choice.scheme,
         str(group_size(choice) or ""),
@@ -299,7 +298,7 @@ def row_cells(row: Estimate) -> tuple[str, ...]:
         reduce_text(choice),
         str(choice.micro_batches),
         size_text(row.peak),
-        room_text,
+        ", ".join(lacking) or size_text(row.room - row.peak),
         size_text(row.host),
         size_text(row.sent["zero3"]),
         size_text(row.sent["replica"]),
@@ -364,7 +363,9 @@ def links_text(plan: Plan) -> str:
     """Return a table of step times by scheme and speed of the link between nodes, or an empty string for one node."""
 
     def cell(row: Estimate | None) -> str:
-        return "does not fit" if row is None else f"{seconds_text(row.step)}, {si_text(row.tokens)}"
+        if row is None:
+            return "does not fit"
+        return f"{_link_settings(row.choice)} {seconds_text(row.step)}, {si_text(row.tokens)}"
 
     if not plan.links:
         return ""
@@ -373,17 +374,23 @@ def links_text(plan: Plan) -> str:
         return "No scheme fits at any link speed"
     lines = []
     for link in plan.links:
-        row = link.rows[LAYERZERO]
-        settings = "" if row is None else f"{short_settings(row.choice)} {reduce_text(row.choice)}"
         advantage = "" if link.advantage is None else f"{round(link.advantage, 3) + 0.0:+.1%}"  # without -0.0%
-        lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
+        lines.append((f"{link.between:,.4g}", *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
         f"Step time and tokens/s by link speed, with {count_text(count, 'micro-batch')} per step and, for each scheme, "
         "the settings that the planner prefers.\nThe last column compares the throughput of layerzero with that of the "
         f"fastest other scheme; differences of up to {ALIKE_TEXT} are ties:"
     )
-    return f"{title}\n{table(('Gbit/s', 'layerzero settings', *plan.links[0].rows, 'difference'), lines)}"
+    return f"{title}\n{table(('Gbit/s', *plan.links[0].rows, 'difference'), lines)}"
+
+
+def _link_settings(choice: Candidate) -> str:
+    """Return a short text with the settings of `choice` that the planner may choose for its scheme."""
+    if choice.scheme == LAYERZERO:
+        return f"{short_settings(choice)} {reduce_text(choice)}"
+    size = group_size(choice)
+    return f"{'' if size is None else f'S={size} '}{reduce_text(choice)}"
 
 
 def short_settings(choice: Candidate) -> str:

@@ -119,10 +119,13 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         ValueError: `path` is not a trace file.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
-        version = content["format"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _not_a_trace(path, error) from None
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        raise _not_a_trace(path, "it does not contain JSON") from None
+    content = content.get("layerzero") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or "format" not in content:
+        raise _not_a_trace(path, "it has no recorded schedule")
+    version = content["format"]
     if version != TRACE_FORMAT:
         raise ValueError(
             f"{path} has trace format {version}, but this version reads format {TRACE_FORMAT}. Record the trace again"
@@ -130,12 +133,14 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     try:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _not_a_trace(path, error) from None
+    except (KeyError, TypeError, ValueError):
+        raise _not_a_trace(path, "its recorded schedule is incomplete or damaged") from None
 
 
-def _not_a_trace(path: str | PathLike[str], error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}")
+def _not_a_trace(path: str | PathLike[str], reason: str) -> ValueError:
+    return ValueError(
+        f"{path} is not a trace file written by layerzero.trace: {reason}. Pass a file that layerzero.trace wrote"
+    )
 
 
 def program_from_events(events: Sequence[TraceEvent]) -> list[Operation]:

@@ -237,13 +237,18 @@ def _shape_of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
             "attention_bias and mlp_bias differ, which is not supported. Pass a function that builds the model, as "
             "module:function"
         )
+    hidden, heads = content["hidden_size"], content["num_attention_heads"]
+    if not content.get("head_dim") and heads > 0 and hidden % heads:
+        raise ValueError(
+            f"num_attention_heads={heads} does not divide hidden_size={hidden}. Add head_dim to the config"
+        )
     return TransformerShape(
         layers=content["num_hidden_layers"],
-        hidden=content["hidden_size"],
+        hidden=hidden,
         ffn=content["intermediate_size"],
         vocab=content["vocab_size"],
-        heads=content["num_attention_heads"],
-        kv_heads=content.get("num_key_value_heads") or content["num_attention_heads"],
+        heads=heads,
+        kv_heads=content.get("num_key_value_heads") or heads,
         head_dim=content.get("head_dim") or 0,
         biases=biases.pop(),
         qkv_biases=kind == "qwen2",

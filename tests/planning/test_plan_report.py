@@ -17,10 +17,12 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 from click.testing import Result
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import layerzero
@@ -29,7 +31,7 @@ from layerzero.cli import app
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
 from layerzero.planning.estimator import _CODING, _CRITERIA, _REFRESH_CODING, ALIKE_TEXT, StepCost
-from layerzero.planning.plan_html import report_html
+from layerzero.planning.plan_html import _MEMORY_KINDS, _MEMORY_TEXTS, report_html
 from layerzero.planning.plan_report import links_text, parts_text, reduce_text, shown_rows
 from layerzero.utils.text_tables import seconds_text, si_text, size_text
 from tests.support.browser import Browser, open_browser
@@ -90,7 +92,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
         assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
     drawn = [
-        *(kind for kind, nbytes in found.best.memory.items() if nbytes),
+        *(_MEMORY_KINDS[kind] for kind, nbytes in found.best.memory.items() if nbytes),
         size_text(found.best.peak),
         "7.00 GB of 8 GB",
     ]
@@ -156,10 +158,10 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
     without_host = plan(SIZES, dataclasses.replace(tight.cluster, host_memory=0.01), micro_batches=[1], offload=True)
     assert len(without_host.rows) > len({max(row.excess, row.host_excess) for row in without_host.rows}), "ties"
     for rows in (tight.rows, without_host.rows):
-        shortfalls = [sorted((row.excess, row.host_excess), reverse=True) for row in rows]
+        shortfalls = [(row.excess, row.host_excess) for row in rows]
         assert shortfalls == sorted(shortfalls) and len(rows) > 8
     assert all(f">{size_text(row.peak)}</td>" in line for row, line in zip(closest, shown, strict=True))
-    assert f"They lack {size_text(closest[0].excess)}" in tight.why
+    assert f" need {size_text(closest[0].excess)} more per accelerator" in tight.why
 
 
 def test_the_recommended_row_is_shown_even_if_it_is_not_among_the_fastest(found: Plan) -> None:
@@ -274,13 +276,65 @@ def test_the_page_explains_the_kinds_of_memory_and_shows_a_limit_that_is_near() 
     cluster = Cluster(nodes=2, accelerators=4, memory=8, device="cpu")
     codecs = {"hop2_codecs": ["int4_blocks"], "refresh_codecs": ["lossless"]}
     page = report_html(plan(SIZES, cluster, zero3_sizes=[2], **codecs), nodes=(2,))
-    kinds = {kind for kind in re.findall(r"([a-z0-9_]+)</text>", page.partition("</svg>")[0]) if "_" in kind}
-    assert kinds >= {"zero1_shard", "zero3_shard", "reduce_buffer"}
-    explained = set(re.findall(r"<code>([a-z0-9_]+)</code>: ", page))
-    assert explained == kinds | {"accumulator", "residual"}
+    names = set(re.findall(r">([a-z ]+)</text>", page.partition("</svg>")[0]))
+    explained = dict(re.findall(r"<strong>([a-z ]+)</strong>(.*?): ", page))
+    assert names == explained.keys() == set(_MEMORY_TEXTS), "each name of the legend is explained, and no other"
+    kinds = {name: re.findall(r"<code>(\w+)</code>", text) for name, text in explained.items()}
+    assert kinds["masters"] == ["zero1_shard"] and kinds["weights"] == ["zero3_shard"]
+    assert kinds["gradients"] == ["accumulator", "gradient_shard"] and kinds["residuals"] == ["residual"]
+    assert kinds["reduction buffers"] == ["reduce_buffer"] and kinds["gathered units"] == ["cached_buffer"]
     assert "of 8 GB</text>" in page
     page = report_html(plan(SIZES, dataclasses.replace(cluster, memory=8000), zero3_sizes=[2]), nodes=(2,))
     assert "of 8000 GB</text>" not in page, "bars a thousandth of the axis wide cannot be read"
+
+
+def test_memory_of_all_schemes_has_the_same_names(found: Plan) -> None:
+    names = {
+        row.choice.scheme: {_MEMORY_KINDS[kind] for kind, nbytes in row.memory.items() if nbytes}
+        for row in found.other_schemes
+    }
+    sharded = {"masters", "gradients", "optimizer", "gathered units", "reduction buffers", "activations"}
+    assert names["FSDP2"] == names["HSDP"] == sharded and names["HFSDP"] == sharded | {"weights"}
+    assert names["ZeRO-1"] == {"masters", "weights", "gradients", "optimizer", "activations"}
+    for row in found.other_schemes:
+        assert sum(row.memory.values()) == row.peak
+
+
+def test_the_axis_of_memory_has_the_unit_of_the_bars(found: Plan) -> None:
+    tiny = plan(TransformerShape(layers=2, hidden=64, vocab=64, heads=2), Cluster(nodes=2), tokens=16)
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    large = plan(sizes, Cluster(nodes=2), zero3_sizes=[8], micro_batches=[1])
+    for each, unit in ((tiny, "MB"), (found, "MB"), (large, "GB")):
+        chart = report_html(each, nodes=(2,)).partition("</svg>")[0]
+        largest = max((*shown_rows(each, 8), *each.other_schemes), key=lambda row: row.peak)
+        assert f">{unit}</text>" in chart and size_text(largest.peak).endswith(unit)
+        ticks = [float(tick) for tick in re.findall(r'<g id="xtick_.*?>([\d.]+)</text>', chart, flags=re.DOTALL)]
+        assert ticks[-1] >= 1, ticks
+
+
+def test_legends_are_no_wider_than_their_figures(found: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    savefig = Figure.savefig
+
+    def save(figure: Figure, *arguments: object, **options: object) -> None:
+        savefig(figure, *arguments, **options)
+        saved.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    several = plan(sizes, Cluster(nodes=8, accelerators=2, memory=7, reserve=1), zero3_sizes=[8], micro_batches=[1])
+    cluster = Cluster(nodes=2, accelerators=2, memory=8, device="cpu")
+    codecs = {"hop2_codecs": ["int4_blocks"], "refresh_codecs": ["int4_difference"]}
+    coded = plan(SIZES, cluster, zero3_sizes=[2], micro_batches=[1], **codecs)
+    for each in (found, several, coded):
+        report_html(each, nodes=(2, 8))
+    assert len(saved) == 9
+    for figure in saved:
+        (legend,) = figure.legends
+        extent, whole = legend.get_window_extent(), figure.bbox
+        assert whole.x0 <= extent.x0 < extent.x1 <= whole.x1 and whole.y0 <= extent.y0 < extent.y1 <= whole.y1
+        (axes,) = figure.axes
+        assert extent.y1 <= axes.get_window_extent().y0 and axes.get_window_extent().height > 0.4 * whole.height
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +350,13 @@ def test_the_page_is_rendered_without_a_complaint_and_is_no_wider_than_the_windo
     (tmp_path / "report.html").write_text(report_html(found, nodes=(2, 8)))
     browser.show(f"file://{tmp_path}/report.html", width=width)
     assert browser.overflow() == [] and browser.errors() == []
+    outside = browser.run(
+        "return [...document.querySelectorAll('svg')].filter(svg => {"
+        "  const legend = svg.querySelector('[id^=legend]').getBoundingClientRect();"
+        "  const whole = svg.getBoundingClientRect();"
+        "  return legend.left < whole.left || legend.right > whole.right }).length"
+    )
+    assert outside == 0, "legends are cut off"
     shown, scrolled = browser.run(
         "const box = document.querySelector('.wide'); return [box.clientWidth, box.scrollWidth]"
     )
@@ -566,6 +627,9 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
 
 def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.json").write_text("{}")
+    (tmp_path / "text.json").write_text("no")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "part.json").write_text('{"layerzero": {"format": 2, "schedule": [{}]}}')
     (tmp_path / "old.json").write_text('{"layerzero": {"format": 1, "schedule": []}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -590,12 +654,32 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
-        (["simulate", "nowhere.json"], "No such file"),
+        (
+            ["simulate", "nowhere.json"],
+            "layerzero: cannot open 'nowhere.json': No such file or directory. Check the path and its permissions\n",
+        ),
+        (["trace", "text.json"], "it does not contain JSON. Pass a file that layerzero.trace wrote\n"),
+        (["trace", "list.json"], "by layerzero.trace: it has no recorded schedule. Pass a file that layerzero.trace"),
+        (["trace", "part.json"], "by layerzero.trace: its recorded schedule is incomplete or damaged. Pass a file"),
+        (
+            ["plan", "--layers", "1", "--hidden", "30", "--vocab", "64", "--heads", "4", "--nodes", "2"],
+            "layerzero: --heads=4 does not divide --hidden=30. Change one of them\n",
+        ),
         (["simulate", "trace.json", "--between", "0"], "is not a trace file written by layerzero.trace"),
     ):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 2 and said in done.stderr, (arguments, done)
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+        assert "Error" not in done.stderr and "Errno" not in done.stderr, "exceptions are not named"
+
+
+def test_options_that_may_be_repeated_say_so() -> None:
+    (command,) = (each for each in app.registered_commands if each.name == "plan")
+    assert command.callback is not None
+    hints = get_type_hints(command.callback, include_extras=True)
+    texts = {name: hint.__metadata__[0].help for name, hint in hints.items() if "list[" in str(hint)}
+    assert texts.keys() >= {"micro_batches", "zero3_size", "unit", "hop2_codec", "accumulation_dtype"}
+    assert all("may be repeated" in text for text in texts.values()), texts
 
 
 # --- log of a run ---

@@ -24,7 +24,15 @@ from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
 from layerzero.planning.estimator import _CRITERIA, StepCost, choice_text, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
-from layerzero.planning.plan_report import COLUMNS_TEXT, call_text, reduce_text, settings_text, yaml_text
+from layerzero.planning.plan_report import (
+    COLUMNS_TEXT,
+    call_text,
+    links_text,
+    reduce_text,
+    row_cells,
+    settings_text,
+    yaml_text,
+)
 from layerzero.planning.sim_program import (
     Operation,
     SimCompute,
@@ -528,7 +536,7 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
         ("the fewest micro-batches", {"micro_batches": 2}),
         ("the fewest kinds of offloading", {"offload_grads": True}),
         ("the fewest codecs", {"hop2_codec": "int8_blocks"}),
-        ("fp32 gradients", {"replica_reduce_dtype": torch.bfloat16}),
+        ("the fewest low-precision gradient dtypes", {"replica_reduce_dtype": torch.bfloat16}),
         ("weights sharded within a node", {"zero3_size": 16}),
         ("gradients sent between nodes only once per step", {"accumulation": "local"}),
     ]
@@ -553,6 +561,9 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
     assert simplest_fast_row(twice) is twice[0]
     narrower = replace(simple, choice=replace(simple.choice, reduce_dtype=torch.bfloat16))
     assert simplest_fast_row([narrower, worse[3]]) is worse[3], "one hop in fp32 is better than none"
+    narrowest = replace(narrower, choice=replace(narrower.choice, accumulation_dtype=torch.bfloat16))
+    local_bf16 = replace(narrower, choice=replace(narrower.choice, accumulation="local"), peak=simple.peak + 1)
+    assert simplest_fast_row([narrowest, local_bf16]) is local_bf16, "bf16 accumulators count, too"
     coded = [replace(simple, choice=replace(simple.choice, refresh_codec=codec)) for codec in ("lossless", None)]
     assert simplest_fast_row(coded) is coded[1]
     larger = replace(simple, peak=simple.peak + 1)
@@ -566,11 +577,37 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
     assert found.best is None and found.config is None
     closest = min(found.rows, key=lambda row: row.excess)
     assert closest is found.rows[0] and closest.excess == closest.peak - 4e9 > 0
-    assert "No settings fit" in found.why and f"They lack {size_text(closest.excess)} per accelerator. " in found.why
+    start = f"No settings fit. The settings that come closest ({settings_text(closest.choice)}) need "
+    assert found.why.startswith(f"{start}{size_text(closest.excess)} more per accelerator. ")
     both = replace(found, rows=(replace(closest, host=1003e9 / 2), *found.rows))
-    assert f"They lack {size_text(closest.excess)} per accelerator and 3.00 GB of host memory per node. " in both.why
+    host_text = "3.00 GB more host memory per node (1.00 TB in total). "
+    assert both.why.startswith(f"{start}{size_text(closest.excess)} more per accelerator and {host_text}")
+    only_host = replace(found, rows=(replace(closest, peak=1, host=1003e9 / 2), *found.rows))
+    assert only_host.why.startswith(f"{start}{host_text}")
     with_offload = plan(large, Cluster(nodes=1, accelerators=2, memory=12, reserve=1), micro_batches=[1])
     assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
+
+
+def test_the_closest_settings_lack_the_least_device_memory_whatever_host_memory_they_lack() -> None:
+    large = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    cluster = Cluster(nodes=1, accelerators=2, memory=2, reserve=1, host_memory=1)
+    found = plan(large, cluster, micro_batches=[1], zero3_sizes=[2], accumulations=["sharded"])
+    lacking = [(row.excess, row.host_excess) for row in found.rows]
+    assert lacking == sorted(lacking) and lacking[0][1] > min(host for _, host in lacking)
+    assert lacking[0][0] == min(row.excess for row in found.rows) > 0
+    closest = found.rows[0]
+    assert "optimizer" in closest.choice.offload and "more host memory per node" in found.why
+    assert (
+        f" need {size_text(closest.excess)} more per accelerator and {size_text(closest.host_excess)} more" in found.why
+    )
+    shown = f"  -{size_text(closest.excess)}, host -{size_text(closest.host_excess)}  "
+    assert shown in str(found).splitlines()[5], "both are missing"
+    roomy = replace(closest, peak=1)
+    assert row_cells(roomy)[7] == f"host -{size_text(closest.host_excess)}"
+    plenty = plan(
+        large, replace(cluster, host_memory=1e6), micro_batches=[1], zero3_sizes=[2], accumulations=["sharded"]
+    )
+    assert [row.choice for row in plenty.rows][:1] == [closest.choice], "host memory does not decide what is closest"
 
 
 @pytest.mark.exhaustive
@@ -651,6 +688,13 @@ def test_schemes_are_compared_at_several_links_with_their_simplest_fast_rows() -
             assert (row.step, row.peak) == (same.step, same.peak), "as in a plan for this link"
             rivals = [each for each in (*again.rows, *again.other_schemes) if each.choice.scheme == scheme]
             assert row.tokens >= 0.97 * max(each.tokens for each in rivals)
+        (line,) = (line for line in links_text(found).splitlines() if line.startswith(f"{link.between:,.0f} "))
+        cells = re.split("  +", line)[2:6]
+        for (scheme, row), cell in zip(list(link.rows.items())[1:], cells, strict=True):
+            settings = f"S={row.choice.zero3_size} " if scheme in ("HSDP", "HFSDP") else ""
+            assert cell == (f"{settings}{reduce_text(row.choice)} {seconds_text(row.step)}, {si_text(row.tokens)}"), (
+                "the row can be found in the table of the scheme"
+            )
         ours, *others = [row.tokens for row in link.rows.values() if row is not None]
         assert link.advantage == pytest.approx(ours / max(others) - 1)
     assert found.links[0].rows["layerzero"] == best, "the recommended row at the given link"
@@ -755,6 +799,7 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     for change, message in (
         ({"model_type": "walrus"}, "model_type 'walrus' is not supported .*module:function"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"hidden_size": 30}, "num_attention_heads=4 does not divide hidden_size=30. Add head_dim to the config"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ):
         wrong = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
