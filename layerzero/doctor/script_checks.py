@@ -65,7 +65,7 @@ def mistakes(tree: ast.Module) -> list[Mistake]:
     all_mistakes = [*_calls_on_one_rank(tree, names)]
     for block in () if assigns_elsewhere else _blocks(tree):
         all_mistakes += _wrapped_twice(block, names)
-        all_mistakes += _discarded_results(block, names)
+        all_mistakes += _steps_of_wrapped_optimizers(block, names)
         for name, later in _sharded_models(block, names):
             all_mistakes += _refused_uses(name, later, names, saves=not has_full_parameters)
             all_mistakes += [] if shards_optimizer else _unsharded_optimizers(name, later, tree, names)
@@ -207,15 +207,25 @@ def _literal_values(node: ast.expr) -> Iterator[ast.expr]:
             yield from _literal_values(element)
 
 
-def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield calls to ``shard_optimizer`` whose result is not used, if the wrapped optimizer steps later."""
+def _steps_of_wrapped_optimizers(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
+    """Yield steps of an optimizer after ``shard_optimizer`` wrapped it, and results of this call that are discarded."""
+    of_torch: set[str] = set()  # variables with an optimizer of torch, whose step always runs the hook that refuses it
     for index, statement in enumerate(block):
         call = _only_call(statement)
-        if call and isinstance(statement, ast.Expr) and _full_name(call.func, names) == "layerzero.shard_optimizer":
+        assigned = _assigned_names(statement)
+        if call is not None and _full_name(call.func, names) == "layerzero.shard_optimizer":
             optimizer = _first_argument(call, "optimizer")
-            if optimizer and _calls_step(optimizer, block[index + 1 :]):
+            step = _first_step(optimizer, block[index + 1 :]) if optimizer and optimizer not in assigned else None
+            if step is not None and isinstance(statement, ast.Expr):
                 text = f"the result of shard_optimizer is not used, and {optimizer}.step() steps the wrapped optimizer"
                 yield Mistake(call.lineno, text, f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, ...)")
+            elif step is not None and isinstance(statement, ast.Assign) and optimizer in of_torch:
+                result = ast.unparse(statement.targets[0])
+                text = f"{optimizer}.step() steps the wrapped optimizer, not {result}, the result of shard_optimizer"
+                yield Mistake(step.lineno, text, f"Call {result}.step()")
+        of_torch -= set(assigned)
+        if call is not None and _full_name(call.func, names).startswith("torch.optim."):
+            of_torch |= set(assigned)
 
 
 def _unsharded_optimizers(
@@ -229,7 +239,7 @@ def _unsharded_optimizers(
         if all(_method_call(inner_call) != (name, "parameters") for inner_call in _calls(call)):
             continue
         for optimizer in _assigned_names(statement):
-            if _only_steps(optimizer, tree, names) and _calls_step(optimizer, following[index + 1 :]):
+            if _only_steps(optimizer, tree, names) and _first_step(optimizer, following[index + 1 :]):
                 text = f"{optimizer} updates the parameters of {name}, which is sharded"
                 fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
                 yield Mistake(call.lineno, text, fix)
@@ -245,14 +255,15 @@ def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool
     return all(id(node) in allowed for node in uses if isinstance(node.ctx, ast.Load))
 
 
-def _calls_step(optimizer: str, following: Sequence[ast.stmt]) -> bool:
-    """Return whether statements call ``step`` of an optimizer before they assign the variable again."""
+def _first_step(optimizer: str, following: Sequence[ast.stmt]) -> ast.Call | None:
+    """Return the first call to ``step`` of an optimizer, or None if the variable is assigned again before it."""
     for statement in following:
         if optimizer in _assigned_names(statement):
-            return False
-        if any(_method_call(call) == (optimizer, "step") for call in _calls(statement)):
-            return True
-    return False
+            return None
+        for call in _calls(statement):
+            if _method_call(call) == (optimizer, "step"):
+                return call
+    return None
 
 
 def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mistake]:

@@ -37,7 +37,8 @@ def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     for lz_state in list(_ALL_STATES):
         if lz_state.closed or optimizer in lz_state.optimizers:
             continue
-        if any(optimizer.param_groups is sharded.param_groups for sharded in lz_state.optimizers):
+        shares_groups = [each for each in lz_state.optimizers if each.param_groups is optimizer.param_groups]
+        if shares_groups and all(getattr(each, "inner", None) is not optimizer for each in shares_groups):
             continue  # This optimizer wraps a sharded optimizer. The parameters detect its other writes.
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
+from layerzero import cli_doctor
+from layerzero.__main__ import main
 from layerzero.doctor.script_checks import check_script, mistakes
 from tests.support.pages import PAGES, ROOT, read_page
 from tests.support.ranks import run_ranks
@@ -30,6 +33,8 @@ OTHER = "model = MyTransformer()\n"
 SAVE = "torch.save(model.state_dict(), 'x')\n"
 STEP = "model(batch(0)).backward()\noptimizer.step()\n"
 SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+ADAMW = "optimizer = torch.optim.AdamW(model.parameters())\n"
+WRAP = "sharded = layerzero.shard_optimizer(optimizer, model)\n"
 
 # The last line of each program up to the mark is the mistake; the text is of the error that it raises.
 MISTAKES = {
@@ -97,6 +102,17 @@ MISTAKES = {
         "\n" + STEP,
         r"SGD\.step\(\) would update parameter 'blocks",
     ),
+    "step of the wrapped optimizer": (
+        SHARDED + ADAMW + WRAP + STEP[:-1],
+        "",
+        r"AdamW\.step\(\) would update parameter 'blocks",
+    ),
+    "step of the wrapped optimizer in a loop": (
+        SHARDED + SGD + "sharded = layerzero.shard_optimizer(optimizer=optimizer, model=model)\n"
+        "for number in range(2):\n    model(batch(number)).backward()\n    optimizer.step()",
+        "\n    sharded.zero_grad()\n",
+        r"SGD\.step\(\) would update parameter 'blocks",
+    ),
     "deepcopy": (SHARDED + "other = copy.deepcopy(model)", "", "deepcopy of a model sharded by layerzero"),
     "assign": (
         SHARDED + "model.load_state_dict(MyTransformer().state_dict(), assign=True)",
@@ -142,6 +158,15 @@ RIGHT = {
     "a condition with more": "if rank == 0 or True:\n    layerzero.full_state_dict(model)",
     "a local function": "if rank == 0:\n    print(layerzero.memory(model))",
     "a sharded optimizer": SHARD + SGD + "optimizer = layerzero.shard_optimizer(optimizer, model)\n" + STEP,
+    "a sharded optimizer in a loop": SHARD + ADAMW + "optimizer = layerzero.shard_optimizer(optimizer, model)\n"
+    "for _ in range(2):\n    optimizer.step()",
+    "a sharded optimizer of another name": SHARD + ADAMW + WRAP + "for _ in range(2):\n    sharded.step()",
+    "a sharded optimizer of two names": SHARD + ADAMW + "sharded = optimizer" + WRAP.removeprefix("sharded") + STEP,
+    "a name for the sharded optimizer": SHARD + ADAMW + WRAP + "optimizer = sharded\n" + STEP,
+    "a name that a loop assigns": SHARD + ADAMW + WRAP + "for optimizer in [sharded]:\n    optimizer.step()",
+    "a step before sharding": ADAMW + STEP + SHARD + ADAMW + WRAP,
+    "a step of another function's optimizer": SHARD + ADAMW + WRAP + "def step(optimizer):\n    optimizer.step()",
+    "a wrapped optimizer whose class is unknown": SHARD + "optimizer = make(model)\n" + WRAP + STEP,
     "an optimizer that somebody else shards": SHARD + SGD + "prepare(model, optimizer)\n" + STEP,
     "a scheduler": SHARD + SGD + "torch.optim.lr_scheduler.StepLR(optimizer, 1)",
     "a function that runs at another time": SHARD + "def later():\n    " + SAVE,
@@ -192,3 +217,16 @@ def test_what_cannot_be_read_is_a_problem(tmp_path: Path, content: str | None) -
         (tmp_path / "train.py").write_text(content)
     (found,) = check_script(tmp_path / "train.py")
     assert found.level == "problem" and "train.py cannot be read" in found.text
+
+
+def test_the_exit_status_for_a_script_that_does_not_exist_is_that_of_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("check_host", "check_packages"):
+        monkeypatch.setattr(cli_doctor, check, lambda *_: [])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["layerzero", "doctor", str(tmp_path / "nofile.py")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "nofile.py cannot be read" in capsys.readouterr().out
