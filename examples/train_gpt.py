@@ -42,7 +42,6 @@ SIZES = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_HELP = "to compute in; masters stay fp32. auto: fp32 on CPUs, because bf16 is slow on many of them"
-MIB = 2**20
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -149,7 +148,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> Result:
     first_loss = validate(trainer.model, held_out, ranks)
     layerzero.traffic(trainer.model, reset=True)  # count only the training
     steps = train(args, trainer, sampler, ranks)
-    costs = costs_table(args, trainer, ranks, steps)  # on all ranks, in case a report needs collectives
+    costs = costs_text(args, trainer, ranks, steps)
     last_loss = validate(trainer.model, held_out, ranks)
     if ranks.is_first:
         print(costs)
@@ -340,25 +339,8 @@ def warmup_cosine(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
 
 
-class Measured(NamedTuple):
-    """Numbers of layerzero's reports for this rank."""
-
-    memory: dict[str, tuple[int | None, int]]  # kind -> predicted bytes (None: no prediction), measured bytes
-    collectives: dict[str, tuple[int, int]]  # collective -> bytes sent, calls
-    axes: dict[str, int]  # axis -> bytes sent
-
-
-def read_reports(model: nn.Module) -> Measured:
-    memory, traffic = layerzero.memory(model), layerzero.traffic(model)
-    return Measured(
-        {kind: (memory.predicted.get(kind), actual) for kind, actual in memory.measured.items()},
-        {name: (sent, traffic.calls.get(name, 0)) for name, sent in traffic.bytes.items()},
-        dict(traffic.bytes_by_axis),
-    )
-
-
-def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: int) -> str:
-    measured, steps = read_reports(trainer.model), max(1, steps)
+def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: int) -> str:
+    """Return tables of this rank's memory and traffic, and of the costs of other sharding schemes by formula."""
     costs = scheme_costs(
         trainer.numel,
         ranks=ranks.size,
@@ -367,28 +349,13 @@ def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps:
         compute_bytes=DTYPES[args.dtype].itemsize,
         accumulation=args.accumulation,
     )
-    lines = ["", row("memory of rank 0, MiB", "predicted", "measured")]
-    for kind, (predicted, actual) in measured.memory.items():
-        lines.append(row(f"  {kind}", "" if predicted is None else mib(predicted), mib(actual)))
-
-    lines += ["", row("sent by rank 0 in a step, MiB", "sent", "calls")]
-    for name, (sent, calls) in measured.collectives.items():
-        lines.append(row(f"  {name}", mib(sent / steps), f"{calls / steps:.1f}"))
-    for axis, sent in measured.axes.items():
-        lines.append(row(f"  all on the {axis} axis", mib(sent / steps), ""))
-
-    lines += ["", row("by formula, MiB per rank (and step)", "model states", "between nodes")]
-    for cost in costs:
-        lines.append(row(f"  {cost.scheme}", mib(cost.state_bytes), mib(cost.slow_bytes)))
-    return "\n".join([*lines, ""])
-
-
-def row(title: str, *cells: str) -> str:
-    return f"{title:<34}" + "".join(f"{cell:>14}" for cell in cells)
-
-
-def mib(count: float) -> str:
-    return f"{count / MIB:.2f}"
+    titles = ("by formula, per rank", "weights, gradients and optimizer state", "sent between nodes per step")
+    by_formula = ["  ".join(titles)]
+    for scheme, *sizes in costs:
+        cells = [f"{size / 1e6:.2f} MB".rjust(len(title)) for size, title in zip(sizes, titles[1:], strict=True)]
+        by_formula.append("  ".join([scheme.ljust(len(titles[0])), *cells]))
+    tables = [str(layerzero.memory(trainer.model)), str(layerzero.traffic(trainer.model)), "\n".join(by_formula)]
+    return "\n\n".join([f"\nrank {ranks.rank} after {steps} steps:", *tables]) + "\n"
 
 
 def start_ranks(device: str) -> Ranks:

@@ -65,8 +65,9 @@ class MemoryReport:
             It includes the parts of all ranks and the pages of counters. Each rank reports the same number, or 0 if
             memory is not shared.
 
-    In the printed table, the row "on the device" is the sum of all kinds on the device, and the row "shared by the
-    ZeRO-3 group" is `shared_segment`.
+    In the printed table, the row "on the device" is the sum of all kinds on the device. The row "peak of a step" shows
+    `predicted_peak` and `measured_peak`. The row "shared by the ZeRO-3 group" shows `shared_segment`, if it is not 0.
+    Kinds whose predicted and measured values are both 0 are omitted.
     """
 
     predicted: dict[str, int]
