@@ -583,7 +583,7 @@ def _disagree(rank: int, case: str) -> None:
     net = integer_net()
     options: dict[str, Any] = {"every": 2}
     if case == "every between sites":
-        options["every"], text = 2 + rank // 2, "every is 2 on rank [01], 3 on rank [23]"
+        options["every"], text = 2 + rank // 2, "every is 2 on rank [01] and 3 on rank [23]"
     elif case == "every in a site":
         options["every"], text = 2 + rank % 2, "every is"
     elif case == "models":
