@@ -355,7 +355,7 @@ def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: 
         cells = [f"{size / 1e6:.2f} MB".rjust(len(title)) for size, title in zip(sizes, titles[1:], strict=True)]
         by_formula.append("  ".join([scheme.ljust(len(titles[0])), *cells]))
     tables = [str(layerzero.memory(trainer.model)), str(layerzero.traffic(trainer.model)), "\n".join(by_formula)]
-    return "\n\n".join([f"\nrank {ranks.rank} after {steps} steps:", *tables]) + "\n"
+    return "\n\n".join([f"\nrank {ranks.rank}, traffic of {steps} steps:", *tables]) + "\n"
 
 
 def start_ranks(device: str) -> Ranks:

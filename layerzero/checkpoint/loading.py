@@ -164,7 +164,7 @@ def prepare_from(
             lz_state, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
         )
         if restore.problems and strict:
-            subject = "the model" if optimizer is None else "the model and the optimizer"
+            subject = "the model" if optimizer is None else "the model or the optimizer"
             raise ValueError(printable(f"{path} does not match {subject}: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
         failure = error

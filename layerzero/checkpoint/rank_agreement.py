@@ -50,7 +50,7 @@ def check_usable(lz_state: LayerZeroState, optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         way_out = "Pass the optimizer that layerzero.shard_optimizer returned"
         if isinstance(optimizer, (list, tuple)):
-            way_out = "Pass one optimizer (Muon, if there is one), and put the state_dict() of the others into extra"
+            way_out = "Pass one optimizer (Muon, if there is one). The state_dict() of the others can be saved in extra"
         raise TypeError(f"optimizer is a {type(optimizer).__name__}. {way_out}")
     if optimizer is not None and optimizer not in lz_state.optimizers:
         raise ValueError(

@@ -53,6 +53,7 @@ def require_equal(
     failure: Exception | None = None,
     timeout: timedelta | None = None,
     advice: str = "",
+    detail: str = "",
 ) -> None:
     """Raise an error on every rank unless all `ranks` publish the same `fields` for `subject` and no rank has failed.
 
@@ -66,6 +67,8 @@ def require_equal(
         timeout: maximum time to wait for the other ranks; by default the timeout of the store.
         advice: advice for the user, appended to the message if the ranks disagree. It is separate from `subject`,
             because other messages also quote the subject.
+        detail: what this rank's operation is about, which may differ between ranks. The message contains it if the
+            ranks publish different subjects.
 
     Raises:
         ValueError: the ranks disagree. The message names each differing field, its values and their ranks.
@@ -76,7 +79,7 @@ def require_equal(
             raise failure
         return
     try:
-        verdict = _exchange_fields(subject, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
+        verdict = _exchange_fields(subject, detail, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
     except RuntimeError as error:
         if failure is None:
             raise
@@ -94,6 +97,7 @@ def require_equal(
 
 def _exchange_fields(
     subject: str,
+    detail: str,
     groups: Mapping[str, Mapping[str, object]],
     ranks: Sequence[int],
     failure: Exception | None,
@@ -111,7 +115,7 @@ def _exchange_fields(
         publish_status(RankStatus(subject, answer=f"{prefix}/first"))
 
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
-        entry = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
+        entry = json.dumps({"error": error, "subject": subject, "detail": detail, "groups": groups}, sort_keys=True)
         # Send digests first. The full text follows only if they differ.
         own_digests = {name: _digest([subject, fields]) for name, fields in groups.items()}
         store.set(f"{prefix}/digest/{rank}", "failed" if failure else json.dumps(own_digests))
@@ -210,9 +214,9 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
     failed = {rank: entry["error"] for rank, entry in entries.items() if entry["error"]}
     if failed:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
-    subjects = _group_ranks({rank: entry["subject"] for rank, entry in entries.items()})
-    if len(subjects) > 1:
-        return _OTHER_OPERATION + _format_values(subjects)
+    if len({entry["subject"] for entry in entries.values()}) > 1:
+        operations = {rank: ": ".join(filter(None, (e["subject"], e["detail"]))) for rank, e in entries.items()}
+        return _OTHER_OPERATION + _format_values(_group_ranks(operations))
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}

@@ -292,14 +292,11 @@ class GradientReducer:
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
             return
-        names, others = ", ".join(repr(m.name) for m in changed[:3]), len(changed) - 3
-        if others > 0:
-            names += f" and {others} more"
-        subject = f"requires_grad of {names}, frozen or unfrozen since the last pass"
-        advice = "Set equal values on every rank"
+        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Set equal values on every rank"
+        detail = ", ".join(m.name for m in changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         values = {m.name: m.sharded.requires_grad for m in changed}
-        require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
+        require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice, detail=detail)
         self.lazy_grad.resolve()
         self.queue.wait_for_in_flight()  # reductions of a backward pass inside no_sync may still use the buffers
         for grad_attribute in self._grad_attributes:

@@ -202,9 +202,8 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
     def __missing__(self, key: Tensor) -> Any:
         if isinstance(key, RowShardedTensor):
             raise RuntimeError(
-                f"step() or another method was called on the {self._optimizer} that was passed to shard_optimizer. "
-                "Since then, its state is not keyed by sharded parameters. Call the method on the optimizer that "
-                "shard_optimizer returned"
+                f"the state of the {self._optimizer} that was passed to shard_optimizer was read by sharded parameter, "
+                "but it is not keyed by sharded parameters any more. Use the optimizer that shard_optimizer returned"
             )
         return super().__missing__(key)
 

@@ -56,14 +56,16 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
         return _mesh_of_module(mesh, "", model)
     model_parallel = _model_parallel_mesh(model)
     if model_parallel is None or model_parallel.size() == 1 or model_parallel._get_root_mesh() == model_parallel:
-        return mesh_of_ranks(range(dist.get_world_size()), zero3_size, default_device_type(), caller="shard_model")
+        return mesh_of_ranks(
+            range(dist.get_world_size()), zero3_size, default_device_type(), caller="shard_model(zero3_size=...)"
+        )
     if zero3_size is None:
         raise ValueError(
             "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
             "such as mesh['dp'], or zero3_size"
         )
     ranks = _data_parallel_ranks(model_parallel)
-    return mesh_of_ranks(ranks, zero3_size, model_parallel.device_type, caller="shard_model")
+    return mesh_of_ranks(ranks, zero3_size, model_parallel.device_type, caller="shard_model(zero3_size=...)")
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:

@@ -168,7 +168,7 @@ def _another_model(rank: int, folder: str) -> None:
         checkpoint.load(f"{folder}/one", other, its_optimizer)
     message = str(caught.value)
     for said in (
-        "one does not match the model and the optimizer: 42 of 56 tensors of the model do not match",
+        "one does not match the model or the optimizer: 42 of 56 tensors of the model do not match",
         "missing: further0.weight, further0.bias, further1.weight and 37 more",
         "unexpected: 10.bias, 10.weight, 11.bias and 9 more",
         "7.weight: expected shape [5, 3], but the checkpoint has [3, 3]",

@@ -277,7 +277,7 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
     return digests
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
     [

@@ -82,9 +82,9 @@ def _one_field(rank: int) -> list[str]:
 def test_the_group_and_the_field_are_named() -> None:
     said = run_ranks(_one_field, world_size=2)
     (text,) = {next(filter(None, of_rank)) for of_rank in said}
-    assert "'weight_decay' of parameter group 1 of optimizer 0 is 0.01 on rank 0 and 0.125 on rank 1. Rows of" in text, (
-        text
-    )
+    assert (
+        "'weight_decay' of parameter group 1 of optimizer 0 is 0.01 on rank 0 and 0.125 on rank 1. Rows of" in text
+    ), text
 
 
 def _alike(rank: int) -> dict[str, int]:

@@ -256,8 +256,23 @@ def _unfreeze_on_one_rank(rank: int) -> str:
 
 def test_unfreezing_on_one_rank_only_is_an_error_there() -> None:
     message = run_ranks(_unfreeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
-    assert "requires_grad of 'units.0.linear.weight', frozen or unfrozen" in message
-    assert "All ranks must make this call" in message
+    assert "frozen or unfrozen" in message and "All ranks must make this call" in message
+
+
+def _freeze_before_the_first_forward(rank: int, unequally: bool) -> str:
+    model = shard(blocks())
+    if rank == 1:
+        model.units[0].linear.weight.requires_grad_(False)
+    elif unequally:
+        model.units[0].linear.bias.requires_grad_(False)
+    return _refusal(lambda: one_pass(model, rank, 0))
+
+
+def test_parameters_that_are_frozen_on_some_ranks_are_named_on_all() -> None:
+    for message in run_ranks(_freeze_before_the_first_forward, False, world_size=WORLD):
+        assert 'frozen or unfrozen: units.0.linear.weight" on rank 1. Make the same calls' in message
+    for message in run_ranks(_freeze_before_the_first_forward, True, world_size=WORLD):
+        assert "units.0.linear.weight is absent on ranks 0, 2, 3 and false on rank 1. Set equal values" in message
 
 
 def _unfreeze_coarse(rank: int) -> str:

@@ -209,7 +209,7 @@ def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Refer
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "zero3_size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
