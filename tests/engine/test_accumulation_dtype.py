@@ -118,7 +118,7 @@ def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "offload_grads",
     [pytest.param(False, id="on the device"), pytest.param(True, id="offloaded", marks=pytest.mark.slow)],
