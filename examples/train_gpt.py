@@ -354,8 +354,9 @@ def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: 
     for scheme, *sizes in costs:
         cells = [f"{size / 1e6:.2f} MB".rjust(len(title)) for size, title in zip(sizes, titles[1:], strict=True)]
         by_formula.append("  ".join([scheme.ljust(len(titles[0])), *cells]))
-    tables = [str(layerzero.memory(trainer.model)), str(layerzero.traffic(trainer.model)), "\n".join(by_formula)]
-    return "\n\n".join([f"\nrank {ranks.rank}, traffic of {steps} steps:", *tables]) + "\n"
+    memory = f"memory of rank {ranks.rank}:\n{layerzero.memory(trainer.model)}"
+    traffic = f"sent by rank {ranks.rank} in {steps} steps:\n{layerzero.traffic(trainer.model)}"
+    return "\n\n".join(["", memory, traffic, "\n".join(by_formula), ""])
 
 
 def start_ranks(device: str) -> Ranks:

@@ -13,15 +13,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the settings of tests over the tiers, as their marks ``sample`` and ``default_sample`` say."""
-    others = []
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
-        else:
-            others.append(item)
-    is_slow = {item: item.get_closest_marker("slow") is not None for item in others}
-    _leave_out([item for item in others if is_slow[item]], "sample", "exhaustive")
-    _leave_out([item for item in others if not is_slow[item]], "default_sample", "slow")
+    default = [item for item in items if not item.get_closest_marker("slow")]
+    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")]
+    _leave_out(slow, "sample", "exhaustive")
+    _leave_out(default, "default_sample", "slow")
 
 
 def _leave_out(items: list[pytest.Item], sample: str, tier: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
 
-__all__ = ["has_peers", "require_equal"]
+__all__ = ["format_values", "has_peers", "require_equal"]
 
 _AGREED = "agreed"
 _COMPARE = "compare"
@@ -216,14 +216,14 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
     if len({entry["subject"] for entry in entries.values()}) > 1:
         operations = {rank: ": ".join(filter(None, (e["subject"], e["detail"]))) for rank, e in entries.items()}
-        return _OTHER_OPERATION + _format_values(_group_ranks(operations))
+        return _OTHER_OPERATION + format_values(_group_ranks(operations))
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
         for name in sorted({name for each in fields.values() for name in each}):
             values = _group_ranks({rank: each.get(name) for rank, each in fields.items()})
             if len(values) > 1:
-                lines.append(f"{name} is {_format_values(values)}")
+                lines.append(f"{name} is {format_values(values)}")
     listed = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(listed)
 
@@ -235,7 +235,8 @@ def _group_ranks(values: Mapping[int, object]) -> dict[str, list[int]]:
     return dict(ranks_of)
 
 
-def _format_values(ranks_of: Mapping[str, list[int]]) -> str:
+def format_values(ranks_of: Mapping[str, Sequence[int]]) -> str:
+    """Return text such as ``2 on ranks 0, 1 and 4 on rank 2`` for the ranks that have each value."""
     return " and ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items())
 
 

@@ -113,7 +113,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
         ranks_of = _group_ranks({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
-            values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
+            values = " and ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
             fix = "" if level == "note" else f"Use the same {name} on all ranks"
             findings.append(Finding(_GROUP, level, f"{name} differs: {values}", fix))
     return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
@@ -142,7 +142,7 @@ def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
     findings = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(placements)}")]
     sizes = _group_ranks({rank: report.local_world_size for rank, report in reports.items()})
     if len(sizes) > 1:
-        sizes_text = ", ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
+        sizes_text = " and ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
         fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
         findings.append(Finding(_GROUP, "problem", f"LOCAL_WORLD_SIZE differs: {sizes_text}", fix))
     for host, ranks in nodes.items():

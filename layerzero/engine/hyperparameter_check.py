@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.comm.agreement import format_values
 from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 
 __all__ = ["DIGEST_BYTES", "SettingsCheck"]
@@ -112,9 +113,7 @@ class SettingsCheck:
         several = len({index for index, _, _ in values_by_setting}) > 1
         lines = [
             f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
-            + " and ".join(
-                f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items()
-            )
+            + format_values(values)
             for (index, number, name), values in values_by_setting.items()
             if len(values) > 1 or sum(map(len, values.values())) < len(texts)
         ]

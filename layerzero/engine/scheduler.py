@@ -329,7 +329,8 @@ class Scheduler(Closable):
             outputs += latest.values()
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
-            # If a caller changes a view in place, autograd gives the view another node, and passes by the hook above.
+            # If the caller changes a view in place, autograd gives the view another node, without the hook above. The
+            # backward pass then reaches the node of the base.
             if tensor._base is not None and _is_computed_in(tensor._base, call):
                 tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))  # type: ignore[no-untyped-call]
         return output, bool(outputs)

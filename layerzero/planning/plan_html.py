@@ -30,7 +30,7 @@ from layerzero.planning.plan_report import (
 )
 from layerzero.planning.simulator import simulate
 from layerzero.planning.site_estimate import SiteEstimate, sites_text
-from layerzero.utils.text_tables import parameters_text, seconds_text, size_text
+from layerzero.utils.text_tables import parameters_text, seconds_text, size_text, size_unit
 
 try:
     import matplotlib
@@ -71,7 +71,6 @@ _MEMORY_TEXTS = {  # explanations of the names in the memory figure, in the orde
     "optimizer": "state of AdamW",
     "activations": "tensors that the forward pass stores for the backward pass",
 }
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _MATPLOTLIB = {
     "svg.fonttype": "none",  # write text as text, not as paths
     "svg.hashsalt": "plan",  # write the same file for the same plan
@@ -260,12 +259,6 @@ def _time_unit(longest: float) -> tuple[str, float]:
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
 
-def _memory_unit(largest: float) -> tuple[str, float]:
-    """Return the unit in which `largest` bytes are written, and the number of bytes in one unit."""
-    unit = size_text(largest).split()[1]
-    return unit, 1000.0 ** _BYTE_UNITS.index(unit)
-
-
 def _add_legend(figure: Figure, columns: int) -> None:
     """Add a legend below the axes, with at most `columns` columns and no wider than the figure.
 
@@ -323,7 +316,7 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     The line is omitted if the limit is at least 50 times the largest peak.
     """
     bars = {_row_name(row): _memory_parts(row) for row in rows}
-    unit, scale = _memory_unit(max(row.peak for row in rows))
+    unit, scale = size_unit(max(row.peak for row in rows))
     figure = _new_figure(1.0 + 0.32 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Check that optimizers over sharded parameters were passed to `shard_optimizer`."""
+"""Check that sharded parameters are updated only by the results of `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hoo
 
 
 def guard_optimizers(lz_state: LayerZeroState) -> None:
-    """Make ``step()`` raise for optimizers over this model's parameters that were not passed to `shard_optimizer`.
+    """Make ``step()`` raise for optimizers over this model's parameters, except for results of `shard_optimizer`.
 
-    Such a step would neither reduce accumulated gradients nor refresh compute weights. An optimizer that was built
-    before `shard_model` would update tensors that the model no longer uses.
+    It also raises for the optimizers that `shard_optimizer` has wrapped. Such a step would neither reduce accumulated
+    gradients nor refresh compute weights. An optimizer that was built before `shard_model` would update tensors that
+    the model no longer uses.
     """
     _ALL_STATES.add(lz_state)
     _guard_process()

@@ -39,8 +39,10 @@ def test_equal_ranks_are_fine() -> None:
 def test_a_difference_names_values_and_ranks() -> None:
     other = {"facts": {"torch": "2.12.0", "NCCL_ALGO": "Ring"}}
     first, second = check_ranks(reports("aabb", rank_1=other, rank_3=other))
-    assert first.text == "torch differs: 2.13.0 on ranks 0, 2, 2.12.0 on ranks 1, 3" and first.level == "problem"
-    assert second.text == "NCCL_ALGO differs: not set on ranks 0, 2, Ring on ranks 1, 3" and second.level == "problem"
+    assert first.text == "torch differs: 2.13.0 on ranks 0, 2 and 2.12.0 on ranks 1, 3" and first.level == "problem"
+    assert (
+        second.text == "NCCL_ALGO differs: not set on ranks 0, 2 and Ring on ranks 1, 3" and second.level == "problem"
+    )
 
 
 def test_different_accelerators_are_noted() -> None:
@@ -72,7 +74,7 @@ def test_a_wrong_number_of_local_ranks_is_a_problem() -> None:
     found = problems(check_nodes(reports("aa", rank_0=one, rank_1=one)))
     assert found == ["LOCAL_WORLD_SIZE is 1, but a has 2: ranks 0-1"]
     found = problems(check_nodes(reports("aa", rank_1=one)))
-    assert found == ["LOCAL_WORLD_SIZE differs: 2 on rank 0, 1 on rank 1"]
+    assert found == ["LOCAL_WORLD_SIZE differs: 2 on rank 0 and 1 on rank 1"]
     missing = {"local_world_size": None}
     assert problems(check_nodes(reports("aa", rank_0=missing, rank_1=missing))) == [], "zero3_size is then required"
 

@@ -348,3 +348,18 @@ def _around(rank: int) -> None:
 
 def test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one() -> None:
     run_ranks(_around)
+
+
+def _step_inner(rank: int) -> None:
+    for factory in (torch.optim.SGD, torch.optim.AdamW):  # without and with state
+        net = integer_net()
+        model, optimizer = _sharded(lambda parameters, factory=factory: factory(parameters, lr=0.5))
+        backward(model, rank)
+        with pytest.raises(RuntimeError, match=rf"{factory.__name__}.step\(\) would update parameter"):
+            optimizer.inner.step()
+        assert_same_bits(model, net, "the step was refused")
+        optimizer.step()
+
+
+def test_the_wrapped_optimizer_itself_refuses_to_step() -> None:
+    run_ranks(_step_inner)

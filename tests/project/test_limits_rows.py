@@ -265,7 +265,8 @@ def _load_on_one_rank_first(rank: int, on: int) -> None:
         model.load_state_dict(state)
     for _ in range(2):  # nothing has changed, and the error comes again
         _refused(
-            lambda: _train(model), rf"first forward.*changed is .*'first'.* on rank {on}( and|\.) .*load_full_state_dict"
+            lambda: _train(model),
+            rf"first forward.*changed is .*'first'.* on rank {on}( and|\.) .*load_full_state_dict",
         )
     layerzero.load_full_state_dict(model, state if rank == 0 else None)
     _train(model)
