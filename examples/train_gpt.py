@@ -349,14 +349,14 @@ def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: 
         compute_bytes=DTYPES[args.dtype].itemsize,
         accumulation=args.accumulation,
     )
-    titles = ("by formula, per rank", "weights, gradients and optimizer state", "sent between nodes per step")
+    titles = ("by formula, per rank", "weights, gradients and optimizer state", f"sent between nodes in {steps} steps")
     by_formula = ["  ".join(titles)]
-    for scheme, *sizes in costs:
-        cells = [f"{size / 1e6:.2f} MB".rjust(len(title)) for size, title in zip(sizes, titles[1:], strict=True)]
-        by_formula.append("  ".join([scheme.ljust(len(titles[0])), *cells]))
-    memory = f"memory of rank {ranks.rank}:\n{layerzero.memory(trainer.model)}"
-    traffic = f"sent by rank {ranks.rank} in {steps} steps:\n{layerzero.traffic(trainer.model)}"
-    return "\n\n".join(["", memory, traffic, "\n".join(by_formula), ""])
+    for cost in costs:
+        sizes = zip((cost.state_bytes, cost.slow_bytes * steps), titles[1:], strict=True)
+        cells = [f"{size / 1e6:.2f} MB".rjust(len(title)) for size, title in sizes]
+        by_formula.append("  ".join([cost.scheme.ljust(len(titles[0])), *cells]))
+    tables = [str(layerzero.memory(trainer.model)), str(layerzero.traffic(trainer.model)), "\n".join(by_formula)]
+    return "\n\n".join([f"\nrank {ranks.rank} after {steps} steps:", *tables]) + "\n"
 
 
 def start_ranks(device: str) -> Ranks:
