@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import math
@@ -20,6 +21,7 @@ import torch
 import train_gpt
 import train_sites
 
+from benchmarks import codec_losses
 from layerzero.engine.hooks import get_state
 from tests.support.ranks import run_ranks
 
@@ -60,6 +62,27 @@ def _compute_dtypes(rank: int) -> set[torch.dtype]:
 
 def test_a_demo_computes_in_fp32_on_a_cpu_by_default() -> None:
     assert run_ranks(_compute_dtypes, world_size=2) == [{torch.float32}] * 2
+
+
+def _losses_with_codecs(rank: int) -> list[float]:
+    """Return the losses of the plain example, and of the benchmark without and with a codec and spikes."""
+    small, plain = [*ARGS, "--device", "cpu"], argparse.Namespace(codec="none", spike=1.0, steps=4, seed=0)
+    given = [*small, "--no-sample", "--lr", "1e-3", "--zero3-size", "1"]
+    every_second = mock.patch.object(codec_losses, "SPIKE_EVERY", 2)
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()), every_second:
+        return [
+            train_gpt.main(given).last_loss,
+            *(
+                codec_losses.validation_loss(argparse.Namespace(**vars(plain) | changes), *small)
+                for changes in ({}, {"codec": "int4"}, {"spike": 100.0})
+            ),
+        ]
+
+
+def test_the_benchmark_of_codecs_trains_the_example_and_changes_what_it_says() -> None:
+    (plain, same, encoded, spiked), _ = run_ranks(_losses_with_codecs, world_size=2)
+    assert plain == same
+    assert 0 < abs(encoded - plain) < 0.05 and spiked != plain
 
 
 def _log(rank: int, folder: str) -> None:
