@@ -277,7 +277,7 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
     return digests
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
     [
@@ -298,7 +298,7 @@ def test_all_replicas_have_the_same_weights(
     _assert_replicas_agree(found, size)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

@@ -158,7 +158,7 @@ def test_weights_have_the_same_bits_after_every_step(
     ("ranks", "size", "shared_memory", "muon", "steps"),
     [
         (4, 2, "off", False, 72),
-        (4, 2, None, False, 72),
+        pytest.param(4, 2, None, False, 72, marks=pytest.mark.exhaustive),
         pytest.param(2, 1, "off", False, 200, marks=pytest.mark.exhaustive),
         pytest.param(4, 2, "off", False, 200, marks=pytest.mark.exhaustive),
         pytest.param(3, 1, "off", False, 200, marks=pytest.mark.exhaustive),

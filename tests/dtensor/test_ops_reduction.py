@@ -124,7 +124,7 @@ def _reduce(rank: int, size: int) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_number_of_a_whole_parameter_is_that_of_one_process(size: int) -> None:
     for refused in run_ranks(_reduce, size, world_size=WORLD, pg_timeout=15):
         assert size != 2 or "mse" in refused, refused

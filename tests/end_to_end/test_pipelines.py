@@ -77,7 +77,7 @@ def _train_in_modes(rank: int, make: Callable[[], nn.Module], script: str) -> No
         _train(rank, make, script, settings)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "script"),
     [

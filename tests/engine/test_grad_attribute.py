@@ -301,8 +301,8 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
     "settings",
     [
         MODES[:2],
-        pytest.param(({"size": 1}, {"offload_grads": True}), marks=pytest.mark.slow),
-        pytest.param(({"offload_optimizer": True},), marks=pytest.mark.slow),
+        pytest.param(({"size": 1}, {"offload_grads": True}), marks=pytest.mark.exhaustive),
+        pytest.param(({"offload_optimizer": True},), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

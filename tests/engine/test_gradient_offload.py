@@ -190,7 +190,7 @@ def _odd_graphs(rank: int, setting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.exhaustive)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)
 

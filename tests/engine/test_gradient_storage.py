@@ -92,7 +92,7 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
 
 
 @pytest.mark.default_sample(1)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("zero3_size", "mode", "settings", "scripts"),
     [

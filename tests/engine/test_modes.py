@@ -147,7 +147,7 @@ def _compile(rank: int, way: str, backend: str) -> None:
         warnings.simplefilter("error")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_units_train_like_one_process_and_are_compiled_once(way: str) -> None:
     run_ranks(_compile, way, "aot_eager", world_size=WORLD)

@@ -460,7 +460,7 @@ def test_selective_checkpoints_around_units_change_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_selective_checkpoints_with_more_settings(size: int, shared_memory: str | None) -> None:
     run_ranks(_checkpoint_selectively, _ALL, size, world_size=WORLD, shared_memory=shared_memory)

@@ -99,7 +99,7 @@ def _compare_sizes(rank: int, name: str) -> None:
     compare(rank, name, CASES[name], *MODES, {"size": 1}, {"size": 4})
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_frozen_and_unfrozen_trains_like_one_process(name: str) -> None:
     run_ranks(_compare_sizes, name, world_size=WORLD)

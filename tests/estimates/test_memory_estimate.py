@@ -28,7 +28,7 @@ from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
-from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -200,7 +200,7 @@ def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
 
-def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None) -> None:
+def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None, stride: int) -> None:
     register()
     plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
     others = (
@@ -212,7 +212,7 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None) ->
     every = [*plain, *((*layout, POLICIES[1], s) for layout in _layouts((2,)) for s in others)]
     if accumulation_dtype is not None:
         every = [(2, mode, POLICIES[1], s) for mode in ("sharded", "full") for s in ({}, *others[1:])]
-    for size, mode, policy, settings in every:
+    for size, mode, policy, settings in every[::stride]:
         mesh, case = mesh_on(NAME, size), (size, mode, policy, settings)
         with Device().installed():
             chain = Chain(*(_Wide(width) for width in (3, 40, 7, 7, 5, 7, 7))).float()
@@ -231,8 +231,11 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None) ->
 @pytest.mark.parametrize(
     "accumulation_dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str
 )
-def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead(accumulation_dtype: torch.dtype | None) -> None:
-    run_ranks(_predicted_on_a_device, accumulation_dtype, timeout=240)
+@every_nth_setting(3)
+def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead(
+    accumulation_dtype: torch.dtype | None, stride: int
+) -> None:
+    run_ranks(_predicted_on_a_device, accumulation_dtype, stride, timeout=240)
 
 
 class _Wide(nn.Module):

@@ -88,7 +88,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
 
 
 # Each reduction spec of engine/reduction_spec.py.
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "zero3_size", "mode"),
     [

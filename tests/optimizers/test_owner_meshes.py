@@ -201,7 +201,7 @@ def _tensor_parallel(rank: int, tp: int, size: int, name: str) -> None:
             assert not wrong, f"{name} {accumulation}: {wrong}"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("tp", "size"), [(2, 1), (2, 2), (4, 1)])
 def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: int) -> None:

@@ -133,7 +133,7 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
                 assert torch.equal(torch.as_tensor(local[0]), torch.as_tensor(local[1])), (name, key)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload_optimizer": True})]
 )

@@ -38,17 +38,17 @@ def test_the_first_program_trains_saves_and_goes_on(tmp_path: Path) -> None:
     said = _run(tmp_path, rest, ["--device", "cpu", "--steps", "20"])
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", said, re.MULTILINE)]
     assert len(losses) == 2 and losses[-1] < losses[0] - 0.5, said
-    said = _run(tmp_path, rest, ["--device", "cpu", "--steps", "30", "--zero3-size", "2"])
+    said = run_ranks(_program, tmp_path, 30, "--zero3-size", "2", shared_memory=None)[0]
     assert re.findall(r"^step (\d+)", said, re.MULTILINE) == ["30"], said
     assert [path.name for path in sorted((tmp_path / "runs" / "first").iterdir())] == ["step-000020", "step-000030"]
 
 
-def _program(rank: int, folder: Path, steps: int) -> str:
+def _program(rank: int, folder: Path, steps: int, *further: str) -> str:
     """Run train.py on a rank of the tests, since starting processes takes most of the time; return what it prints."""
-    printed = io.StringIO()
+    printed, arguments = io.StringIO(), ["train.py", "--device", "cpu", "--steps", str(steps), *further]
     with ExitStack() as stack:
         stack.enter_context(launched_program())
-        stack.enter_context(mock.patch.object(sys, "argv", ["train.py", "--device", "cpu", "--steps", str(steps)]))
+        stack.enter_context(mock.patch.object(sys, "argv", arguments))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(printed))
         runpy.run_path("train.py", run_name="__main__")

@@ -44,7 +44,7 @@ def _flipped(rank: int, case: Case, low: bool) -> list[str]:
     return flipped_in_turn(model, optimizer, batch, low=low, seed=low)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("case", "low"), [*((case, True) for case in CASES), *((case, False) for case in CASES[1::3])])
 def test_a_flipped_bit_is_noticed_and_located_whatever_the_meshes(case: Case, low: bool) -> None:
     missed = run_ranks(_flipped, case, low)
@@ -119,7 +119,7 @@ def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
     return int(flips), repeated, len(handles)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_repeated_step_has_the_bits_of_one_without_a_fault_whatever_the_meshes(case: Case) -> None:
     for flips, repeated, handles in run_ranks(_repeated, case):

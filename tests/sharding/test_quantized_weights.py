@@ -171,7 +171,7 @@ def _trained(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.exhaustive)])
 def test_adapters_are_trained_on_bases_that_cannot_be(run: Callable[..., Any]) -> None:
     run(_trained, world_size=WORLD)
 

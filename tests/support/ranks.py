@@ -39,6 +39,7 @@ __all__ = [
     "BOTH",
     "BOTH_SHARED_EXHAUSTIVE",
     "BOTH_SHARED_SLOW",
+    "every_nth_setting",
     "mesh_of",
     "run_ranks",
     "run_sharing",
@@ -56,6 +57,16 @@ BOTH_SHARED_SLOW = pytest.mark.parametrize(
 BOTH_SHARED_EXHAUSTIVE = pytest.mark.parametrize(
     "shared_memory", [pytest.param("off", id="off"), pytest.param(None, id="default", marks=pytest.mark.exhaustive)]
 )
+
+
+def every_nth_setting(n: int) -> pytest.MarkDecorator:
+    """Parametrize a test that goes through a list of settings with `stride`: n, and 1 as an exhaustive test.
+
+    Choose an n that has no factor in common with the number of values that the settings combine.
+    """
+    strides = [pytest.param(n, id=f"1 of {n}"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)]
+    return pytest.mark.parametrize("stride", strides)
+
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
