@@ -522,7 +522,7 @@ def test_the_tables_of_gpus_are_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "part",
     [

@@ -176,6 +176,7 @@ def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(
     assert found["dtype"] == "bfloat16"
 
 
+@pytest.mark.exhaustive  # test_benchmarks.py counts the bytes of a link, too
 def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
     if reason := network.why_unavailable():
         pytest.skip(reason)

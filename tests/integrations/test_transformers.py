@@ -136,6 +136,8 @@ def _resume(rank: int, folder: str, dtype: torch.dtype) -> None:
             assert torch.equal(value, final[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype) -> None:
     run_ranks(_resume, str(tmp_path), dtype, timeout=SLOW)

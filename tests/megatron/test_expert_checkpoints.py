@@ -172,7 +172,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one_and_export_has_all_experts(which: str, tmp_path: Path) -> None:
     case, path = CASES[which], tmp_path / "run"

@@ -96,7 +96,7 @@ def export(*arguments: object) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", CASES)
 def test_the_parts_are_the_model_that_megatron_makes_of_them_on_one_rank(which: str, tmp_path: Path) -> None:
     case = CASES[which]

@@ -71,6 +71,8 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 assert calls.get("hop1", 0) == (handles * backwards if case.zero3_size > 1 else 0), (case, calls)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 def test_each_handle_is_refreshed_once_and_reduced_as_its_mode_says(accumulation: str) -> None:
     pipelines = [
