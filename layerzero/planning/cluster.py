@@ -98,6 +98,11 @@ class Cluster:
         return self.nodes * self.accelerators
 
     @property
+    def rank_text(self) -> str:
+        """Noun for what a rank computes on, in reports."""
+        return "CPU rank" if self.device == "cpu" else "accelerator"
+
+    @property
     def node_link(self) -> float:
         """Bandwidth from a node to other nodes, in Gbit/s: `between`, or the assumed value."""
         return _PORT * self.accelerators if self.between is None else self.between

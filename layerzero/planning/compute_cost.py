@@ -21,6 +21,7 @@ class ComputeCost:
         sequence: number of tokens in one sequence.
         recompute: True if blocks save only their inputs and repeat their forward pass in the backward pass.
         forward: FLOPs per token in the forward pass of each unit.
+        frozen: FLOPs per token in the matrices of each unit that are frozen, and so have no gradients.
         again: FLOPs per token in the forward pass of each unit's blocks, which `recompute` repeats.
         activation_bytes: size of the activations of a micro-batch in bytes, or 0 if unknown.
     """
@@ -29,6 +30,7 @@ class ComputeCost:
     sequence: int
     recompute: bool
     forward: dict[str, float] = field(default_factory=dict)
+    frozen: dict[str, float] = field(default_factory=dict)
     again: dict[str, float] = field(default_factory=dict)
     activation_bytes: float = 0.0
 
@@ -57,7 +59,7 @@ class ComputeCost:
         # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
         block_bytes, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + block_bytes if recompute else sizes.layers * block_bytes
-        return cls(tokens, sequence, recompute, forward, recomputed, float(tokens) * (blocks + logits))
+        return cls(tokens, sequence, recompute, forward, {}, recomputed, float(tokens) * (blocks + logits))
 
     @classmethod
     def of_units(
@@ -67,23 +69,29 @@ class ComputeCost:
 
         Embeddings are counted only if they are tied to a head. Units that contain other modules are treated as blocks.
         """
-        forward = {}
+        forward, frozen = {}, {}
         for plan in plans:
             embeddings = {id(module.weight) for module in plan.modules if isinstance(module, nn.Embedding)}
-            numel = sum(
-                planned.parameter.numel()
+            matrices = [
+                planned.parameter
                 for planned in plan.parameters
                 if planned.parameter.ndim > 1 and (id(planned.parameter) not in embeddings or len(planned.owners) > 1)
-            )
-            forward[plan.name] = 2.0 * numel
+            ]
+            forward[plan.name] = 2.0 * sum(matrix.numel() for matrix in matrices)
+            frozen[plan.name] = 2.0 * sum(matrix.numel() for matrix in matrices if not matrix.requires_grad)
         blocks = {plan.name for plan in plans if plan.name and any(True for _ in plan.called[0].children())}
         recomputed = {name: flops * (name in blocks) for name, flops in forward.items()}
-        return cls(tokens, tokens, recompute, forward, recomputed, activation_bytes)
+        return cls(tokens, tokens, recompute, forward, frozen, recomputed, activation_bytes)
 
     def flops(self, unit: str) -> float:
         """Return the number of FLOPs in a unit's forward pass."""
         return self.tokens * self.forward.get(unit, 0.0)
 
     def backward_flops(self, unit: str) -> float:
-        """Return the number of FLOPs in a unit's backward pass: twice those of the forward pass, plus recomputation."""
-        return 2 * self.flops(unit) + (self.tokens * self.again.get(unit, 0.0) if self.recompute else 0.0)
+        """Return the number of FLOPs in a unit's backward pass.
+
+        These are the FLOPs of the forward pass once for the gradients of its inputs, once for those of its trained
+        matrices, and once more for recomputation.
+        """
+        recomputed = self.again.get(unit, 0.0) if self.recompute else 0.0
+        return 2 * self.flops(unit) + self.tokens * (recomputed - self.frozen.get(unit, 0.0))

@@ -346,20 +346,26 @@ class Estimator:
         """
         num_shards = self._num_shards(choice)
         states = num_shards if choice.scheme == "HSDP" else self.cluster.ranks
-        numel = sum(cost.numel for cost in self.unit_costs())
-        root, *others = (cost.numel for cost in self.unit_costs())
+        root, *others = self.unit_costs()
+        numel, trained = root.numel + sum(cost.numel for cost in others), self.trained
         two_units = max(
-            (a + b for a, b in pairwise(others)), default=sum(others)
+            (a.numel + b.numel for a, b in pairwise(others)), default=sum(cost.numel for cost in others)
         )  # the current and the prefetched unit
-        largest = max(others, default=0.0)
+        largest = max((cost.trained for cost in others), default=0.0)
         element, reduce = self.param_dtype.itemsize, choice.reduce_dtype.itemsize
-        memory = {"masters": 4 * numel / states, "gradients": 4 * numel / num_shards, "optimizer": 8 * numel / states}
+        frozen_bytes = sum(p.numel() * p.itemsize for p in self._parameters() if not p.requires_grad)
+        memory = {
+            "masters": (4 * trained + frozen_bytes) / states,  # of frozen parameters, the only copy, in its own dtype
+            "gradients": 4 * trained / num_shards,
+            "optimizer": 8 * trained / states,
+        }
         if choice.scheme in ("HFSDP", "ZeRO-1"):
+            memory["masters"] = 4 * trained / states
             memory["weights"] = element * numel / num_shards
-            memory["gradients"] = reduce * numel / num_shards  # Megatron accumulates in the reduce dtype
+            memory["gradients"] = reduce * trained / num_shards  # Megatron accumulates in the reduce dtype
         if num_shards > 1:
-            memory["gathered"] = (root + two_units) * element
-            memory["reduce_buffer"] = (root + largest) * reduce
+            memory["gathered"] = (root.numel + two_units) * element
+            memory["reduce_buffer"] = (root.trained + largest) * reduce
         rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return rounded, sum(rounded.values())
 
@@ -379,26 +385,36 @@ class Estimator:
             self._units[key] = self.sharding.units(self.config(choice), traits)
         return self._units[key]
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [planned.parameter for plan in self.sharding.plans for planned in plan.parameters]
+
+    @property
+    def trained(self) -> int:
+        """Number of elements of trainable parameters, without padding."""
+        return sum(parameter.numel() for parameter in self._parameters() if parameter.requires_grad)
+
     def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
         """Return the number of elements and the compute times of each unit.
 
         The numbers of elements include padding if `units` is given.
         """
         if units is None:
-            numels = {
-                plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.sharding.plans
+            parts = {
+                plan.name: [(f.parameter.numel(), f.parameter.requires_grad) for f in plan.parameters]
+                for plan in self.sharding.plans
             }
         else:
-            numels = {unit.name: float(sum(handle.layout.numel for handle in unit.handles)) for unit in units}
+            parts = {unit.name: [(handle.layout.numel, handle.trainable) for handle in unit.handles] for unit in units}
         speed = self.cluster.tflops * 1e12
         return [
             UnitCost(
                 name or "the root",
-                numel,
+                float(sum(numel for numel, _ in parts_of_unit)),
                 self.compute_cost.flops(name) / speed,
                 self.compute_cost.backward_flops(name) / speed,
+                float(sum(numel for numel, trainable in parts_of_unit if not trainable)),
             )
-            for name, numel in numels.items()
+            for name, parts_of_unit in parts.items()
         ]
 
     def step_cost(self, choice: Candidate) -> StepCost:
@@ -438,13 +454,12 @@ class Estimator:
                 reduce=choice.reduce_dtype.itemsize,
                 shards_states=shards_states,
                 update=self._update_seconds(
-                    sum(cost.numel for cost in self.unit_costs()) / (cluster.ranks if shards_states else num_shards),
-                    in_host=False,
+                    self.trained / (cluster.ranks if shards_states else num_shards), in_host=False
                 ),
             )
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.unit_specs(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
-        own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
+        own_numel = sum(cost.trained for cost in unit_costs) / cluster.ranks
         encoding, decoding = _REFRESH_CODING[choice.refresh_codec] if choice.refresh_codec else (math.inf, math.inf)
         schedule = ScheduleSettings(
             ranks=cluster.ranks,

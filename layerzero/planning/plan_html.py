@@ -30,7 +30,7 @@ from layerzero.planning.plan_report import (
 )
 from layerzero.planning.simulator import simulate
 from layerzero.planning.site_estimate import SiteEstimate, sites_text
-from layerzero.utils.text_tables import parameters_text, seconds_text, size_text, size_unit
+from layerzero.utils.text_tables import seconds_text, size_text, size_unit
 
 try:
     import matplotlib
@@ -86,7 +86,7 @@ section { min-width: 0 } figure { margin: 0 } svg { width: 100%; height: auto; m
 th, td { padding: .15rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
 th:first-child, td:first-child { text-align: left } tr.best { font-weight: bold } tr.over { color: #b33 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .6rem; font-size: .85rem }
-pre.table { white-space: pre; overflow-x: auto }
+pre.table { white-space: pre; overflow-x: auto; font-size: .78rem }
 .note { font-size: .85rem; color: #555 }
 """
 
@@ -120,7 +120,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     waits = parts_text(row)
     waits = waits[0].upper() + waits[1:]
     sections = [
-        ("Peak memory of an accelerator", f'{memory}<p class="note">{_memory_text([*rows, *comparable])}</p>'),
+        (f"Peak memory per {cluster.rank_text}", f'{memory}<p class="note">{_memory_text([*rows, *comparable])}</p>'),
         (
             f"A step with {settings_text(row.choice)}",
             f'{step}<p class="note">The figure shows {_micro_batches_in_figure(row.choice.micro_batches)}. '
@@ -149,8 +149,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
     parts = [
         "<h1>Training plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer_sentence(plan))}</p>',
-        f"<p>{parameters_text(plan.numel)} in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
-        f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
+        f"<p>{plan.parameters_text} in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
+        f"&times; {count_text(cluster.accelerators, cluster.rank_text)} of {cluster.memory:.4g} GB, "
         f"{cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",

@@ -72,14 +72,15 @@ _PARTS = {
     "down": "waiting for copies to host memory",  # final gradients
 }
 COLUMNS_TEXT = (
-    "S: number of ranks in a ZeRO-3 group, over which weights are sharded; accumulation: setting of layerzero, empty "
-    "where S is 1 and sharded and full are equivalent; reduce: dtype of gradients in hop 1 (reduction inside a ZeRO-3 "
-    "group), followed after slashes, if they are set, by the dtype or codec of hop 2 (reduction across the groups) and "
-    "the codec of the refresh (copy of updated weights to all groups); A: micro-batches per step; peak: maximum memory "
-    "use during a step, including activations if their size is known; room: memory that remains free, not counting "
-    "the reserve; host: host memory used per rank; zero3, replica, between: bytes that a rank sends per step inside "
-    "its ZeRO-3 group, to other ZeRO-3 groups, and to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: "
-    "Megatron's distributed optimizer. Memory is computed, and times are simulated; neither is measured."
+    "S: number of ranks in a ZeRO-3 group, over which weights are sharded; accumulation: layerzero's setting; empty "
+    "for sharded and full if S is 1, because they are then equivalent; reduce: dtype of gradients in hop 1 (reduction "
+    "inside a ZeRO-3 group), followed after slashes, if they are set, by the dtype or codec of hop 2 (reduction "
+    "across the groups) and the codec of the refresh (copy of updated weights to all groups); A: micro-batches per "
+    "step; peak: maximum memory use during a step, including activations if their size is known; room: memory that "
+    "remains free, not counting the reserve; host: host memory used per rank; zero3, replica, between: bytes that a "
+    "rank sends per step inside its ZeRO-3 group, to other ZeRO-3 groups, and to other nodes; HFSDP: hybrid mode of "
+    "Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer. Memory is computed, and times are simulated; neither is "
+    "measured."
 )
 
 
@@ -114,6 +115,7 @@ class Plan:
     Attributes:
         cluster: cluster for which the plan was made.
         numel: number of parameter elements in the model.
+        trained: number of elements of trainable parameters.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
             The others follow, in ascending order of :attr:`Estimate.shortfalls`, so that the closest come first.
@@ -124,6 +126,7 @@ class Plan:
 
     cluster: Cluster
     numel: int
+    trained: int
     units: int
     rows: tuple[Estimate, ...]
     other_schemes: tuple[Estimate, ...]
@@ -131,12 +134,18 @@ class Plan:
     estimator: Estimator
 
     @property
+    def parameters_text(self) -> str:
+        """Text of the number of parameters and, if some parameters are frozen, of those that are trained."""
+        trained = parameters_text(self.trained).removesuffix(" parameters")
+        return parameters_text(self.numel) + ("" if self.trained == self.numel else f" ({trained} trained)")
+
+    @property
     def why(self) -> str:
         """Text of the recommendation and its reason. If no settings fit, the text describes the closest settings."""
         best = self.best
         if best is None:
             closest = self.rows[0]
-            needs = [f"{size_text(closest.excess)} more per accelerator"] if closest.excess else []
+            needs = [f"{size_text(closest.excess)} more per {self.cluster.rank_text}"] if closest.excess else []
             if closest.host_excess:
                 needs.append(
                     f"{size_text(closest.host_excess)} more host memory per node "
@@ -152,7 +161,8 @@ class Plan:
         free = size_text(max(0.0, self.cluster.room - best.peak))
         sentence = (
             f"Recommended: {settings_text(best.choice)}. {choice_text(self.rows)} Forward and backward passes take "
-            f"{computing / best.step:.0%} of a step, and {free} of memory remains free on each accelerator."
+            f"{computing / best.step:.0%} of a step, and {free} of memory remains free on each "
+            f"{self.cluster.rank_text}."
         )
         if not num_too_large:
             return sentence
@@ -223,6 +233,7 @@ class Plan:
         best, fitting = self.best, [row for row in self.rows if row.fits]
         return {
             "parameters": self.numel,
+            "trained_parameters": self.trained,
             "units": self.units,
             "cluster": self.cluster.as_dict(),
             "settings": {"tried": len(self.rows), "fit": len(fitting)},
@@ -252,9 +263,9 @@ class Plan:
         fitting = sum(row.fits for row in self.rows)
         rows = self.rows if every_row else shown_rows(self)
         lines = [
-            f"{parameters_text(self.numel)} in {count_text(self.units, 'unit')}, "
+            f"{self.parameters_text} in {count_text(self.units, 'unit')}, "
             f"{'including the root' if self.units > 1 else 'the root'}; "
-            f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
+            f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, cluster.rank_text)} of "
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
             speeds_text(self),
             *([_ONE_UNIT] if self.units == 1 else ()),
@@ -426,8 +437,8 @@ def speeds_text(plan: Plan) -> str:
     """Return text with inputs that affect which scheme is fastest and that users often leave at their defaults."""
     cluster = plan.cluster
     return (
-        f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
-        f"{plan.estimator.compute_cost.tokens:,} tokens in each accelerator's micro-batch"
+        f"{cluster.tflops:.4g} TFLOP/s per {cluster.rank_text}, {cluster.inside:.4g} GB/s inside a node, "
+        f"{plan.estimator.compute_cost.tokens:,} tokens in each {cluster.rank_text}'s micro-batch"
         + ("" if plan.estimator.compute_cost.activation_bytes else "; activations are unknown and not counted")
     )
 

@@ -186,7 +186,14 @@ def plan(
                 break
     numel = sum(parameter.numel() for parameter in built.parameters())
     return Plan(
-        cluster, numel, len(sharding.plans), tuple(rows), tuple(other_schemes), simplest_fast_row(rows), estimator
+        cluster,
+        numel,
+        estimator.trained,
+        len(sharding.plans),
+        tuple(rows),
+        tuple(other_schemes),
+        simplest_fast_row(rows),
+        estimator,
     )
 
 

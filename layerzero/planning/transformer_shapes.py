@@ -208,12 +208,17 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
     The file must be local. The function downloads no files.
 
     Raises:
+        FileNotFoundError: the file does not exist.
         ValueError: the file is invalid, its ``model_type`` is not supported, or a size is missing.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} does not exist. Pass the path of a config.json of Hugging Face, or of a folder that contains one"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

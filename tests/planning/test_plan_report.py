@@ -275,7 +275,8 @@ def test_axes_have_round_ticks_from_zero(found: Plan) -> None:
 def test_the_page_explains_the_kinds_of_memory_and_shows_a_limit_that_is_near() -> None:
     cluster = Cluster(nodes=2, accelerators=4, memory=8, device="cpu")
     codecs = {"hop2_codecs": ["int4_blocks"], "refresh_codecs": ["lossless"]}
-    page = report_html(plan(SIZES, cluster, zero3_sizes=[2], **codecs), nodes=(2,))
+    page = report_html(found := plan(SIZES, cluster, zero3_sizes=[2], **codecs), nodes=(2,))
+    assert "2 nodes x 4 CPU ranks of 8 GB" in str(found) and "2 nodes &times; 4 CPU ranks of 8 GB" in page
     names = set(re.findall(r">([a-z ]+)</text>", page.partition("</svg>")[0]))
     explained = dict(re.findall(r"<strong>([a-z ]+)</strong>(.*?): ", page))
     assert names == explained.keys() == set(_MEMORY_TEXTS), "each name of the legend is explained, and no other"

@@ -166,22 +166,36 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
 
 
 class Trained(Net):
-    """Net without frozen parameters: plans count traffic for models that train all parameters."""
+    """Net without frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(True)
 
 
-SENT = [(settings, micro_batches) for settings in SETTINGS[:4] for micro_batches in (1, 3)]
+class Adapted(Net):
+    """Net of which only two biases are trained. Inputs of frozen blocks still need gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.first.bias.requires_grad_(True)
+        self.blocks[3].up.bias.requires_grad_(True)
+
+
+MODELS: tuple[type[Net], ...] = (Trained, Net, Adapted)
+SENT = [
+    *((Trained, settings, micro_batches) for settings in SETTINGS[:4] for micro_batches in (1, 3)),
+    *((model, SETTINGS[index], 3) for model in MODELS[1:] for index in (1, 2, 8)),
+]
 
 
 def _sent(rank: int) -> list[dict[str, int]]:
     """Return the bytes of a step by axis, for each setting."""
     found = []
-    for settings, micro_batches in SENT:
+    for make, settings, micro_batches in SENT:
         given = {name: settings[name] for name in ("accumulation", "mp_policy")}
-        model = layerzero.shard_model(Trained(), mesh=mesh_of(settings["zero3_size"]), units={Block}, **given)
+        model = layerzero.shard_model(make(), mesh=mesh_of(settings["zero3_size"]), units={Block}, **given)
         _train(model, micro_batches)
         sent = layerzero.traffic(model).bytes_by_axis
         found.append({axis: sent.get(axis, 0) for axis in ("zero3", "replica")})
@@ -190,9 +204,9 @@ def _sent(rank: int) -> list[dict[str, int]]:
 
 def test_planned_bytes_are_those_that_real_ranks_send() -> None:
     cluster = Cluster(nodes=2, accelerators=2, device="cpu")
-    for (settings, micro_batches), sent in zip(SENT, run_ranks(_sent)[0], strict=True):
+    for (make, settings, micro_batches), sent in zip(SENT, run_ranks(_sent)[0], strict=True):
         found = plan(
-            Trained,
+            make,
             cluster,
             units={Block},
             micro_batches=[micro_batches],
@@ -202,7 +216,37 @@ def test_planned_bytes_are_those_that_real_ranks_send() -> None:
             offload=False,
         )
         (row,) = found.rows
-        assert row.sent == pytest.approx(sent, rel=1e-12), (settings, micro_batches)
+        assert row.sent == pytest.approx(sent, rel=1e-12), (make, settings, micro_batches)
+
+
+def test_frozen_parameters_have_no_gradients_in_any_scheme() -> None:
+    """Frozen parameters are held and gathered. Nothing else is done with them."""
+    cluster = Cluster(nodes=2, accelerators=2, device="cpu")
+    numel = sum(parameter.numel() for parameter in Net().parameters())
+    whole, part = (
+        plan(make, cluster, units={Block}, micro_batches=[3], offload=False, tokens=64, recompute=False)
+        for make in (Trained, Adapted)
+    )
+    assert (whole.trained, part.numel, part.trained) == (numel, numel, 13)
+    assert " trained)" not in whole.parameters_text and part.parameters_text.endswith(" (13 trained)")
+    assert part.as_dict()["trained_parameters"] == 13
+    for row, other in zip(part.other_schemes, whole.other_schemes, strict=True):
+        scheme = row.choice.scheme
+        assert (scheme, row.choice.reduce_dtype) == (other.choice.scheme, other.choice.reduce_dtype)
+        sharded = 4 if scheme == "FSDP2" else 2
+        states = 2 if scheme == "HSDP" else 4
+        kept = 4 * (13 if scheme in ("HFSDP", "ZeRO-1") else numel) / states
+        assert row.memory["masters"] == round(kept) and row.memory["optimizer"] == round(8 * 13 / states), scheme
+        assert row.memory.get("gathered") == other.memory.get("gathered")
+        # HFSDP also gathers weights between nodes: all of them in the forward, those of blocks in the backward.
+        gathered = 2 * (13 + 7) / 4 if scheme == "HFSDP" else 0.0
+        expected = (
+            gathered + 13 * row.choice.reduce_dtype.itemsize / 4 if gathered else other.sent["replica"] * 13 / numel
+        )
+        assert row.sent["replica"] == pytest.approx(expected), scheme
+        reduced = 3 * row.choice.reduce_dtype.itemsize * (numel - 13) * (1 - 1 / sharded) * (scheme != "ZeRO-1")
+        assert row.sent["zero3"] == pytest.approx(other.sent["zero3"] - reduced), scheme
+        assert row.parts["backward"] == pytest.approx(other.parts["backward"] / 2), "no gradients of matrices"
 
 
 # --- the schedule, compared with the engine's ---
@@ -809,6 +853,8 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text("no")
     with pytest.raises(ValueError, match="is not JSON"):
         read_config(tmp_path / "wrong.json")
+    with pytest.raises(FileNotFoundError, match=r"none.json does not exist. Pass the path of a config.json"):
+        read_config(tmp_path / "none.json")
 
 
 def test_a_cluster_is_read_strictly(tmp_path: Path) -> None:
