@@ -315,10 +315,17 @@ def publish_file(partial: Path, path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents and fsync each new directory entry."""
+    """Create a folder and its parents and fsync each new directory entry.
+
+    Raises:
+        FileExistsError: `folder` or one of its parents is a file.
+    """
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise FileExistsError(f"{folder} is a file, but a folder is needed there. Use another path") from None
         flush_folder(folder.parent)
 
 

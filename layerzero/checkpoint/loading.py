@@ -33,7 +33,11 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
-_WAY_OUT = "Use a separate folder for each model. Pass strict=False to load only the tensors that match"
+_OTHER_MODEL = "Use a separate folder for each model"
+_OTHER_OPTIMIZER = (
+    "Create the optimizer with the same class, parameter groups and options as in the run that saved the checkpoint, "
+    "or load the model without an optimizer"
+)
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -164,8 +168,16 @@ def prepare_from(
             lz_state, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
         )
         if restore.problems and strict:
-            subject = "the model" if optimizer is None else "the model or the optimizer"
-            raise ValueError(printable(f"{path} does not match {subject}: {restore.summary()}. {_WAY_OUT}"))
+            if restore.only_optimizer_differs:
+                subject, advice = "the optimizer", _OTHER_OPTIMIZER
+            else:
+                subject, advice = "the model" if optimizer is None else "the model or the optimizer", _OTHER_MODEL
+            raise ValueError(
+                printable(
+                    f"{path} does not match {subject}: {restore.summary()}. {advice}. Pass strict=False to load only "
+                    "the tensors that match"
+                )
+            )
     except Exception as error:
         failure = error
     agree_or_raise("checkpoint.load", lz_state, fields, failure)

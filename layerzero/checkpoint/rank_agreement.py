@@ -26,6 +26,7 @@ _KINDS = {
     "FileExistsError": FileExistsError,
     "PathTakenError": FileExistsError,
     "FileNotFoundError": FileNotFoundError,
+    "NotADirectoryError": NotADirectoryError,
 }
 
 

@@ -65,6 +65,7 @@ class RestorePlan:
 
     Attributes:
         problems: descriptions of the entries that do not match, one line each. These entries are skipped.
+        only_optimizer_differs: whether the model matches and the optimizer does not.
         tensors: by key, tensors to be read, sharded or full. All tensors except those in `in_place` use new CPU memory.
         in_place: keys of tensors that use memory of the model or the optimizer. These tensors are written only after
             all checks.
@@ -100,8 +101,10 @@ class RestorePlan:
         self._kept: dict[str, Mapping[str, Any]] = {}  # by the same names: examples of the optimizer state, if known
         self._group_settings: list[dict[str, Any]] | None = None  # one dict per parameter group; None: not stored
         self._plan_model(contents.document["model"])
+        matching_model = not self.problems
         if optimizer is not None:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
+        self.only_optimizer_differs = matching_model and bool(self.problems)
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
         self.in_place = self._in_place_keys() if twice else frozenset()
@@ -215,10 +218,7 @@ class RestorePlan:
             self.problems.append("missing: the optimizer state")
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
-            text = (
-                f"the checkpoint has the state of {kind}, but the optimizer is {own}. Build {kind}, or load the model "
-                "without an optimizer"
-            )
+            text = f"the checkpoint has the state of {kind}, but the optimizer is {own}"
             self.problems.insert(0, text)  # so that the summary does not omit it
             return
         groups = optimizer.param_groups

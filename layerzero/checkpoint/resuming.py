@@ -62,11 +62,13 @@ def load_latest(
         model, optimizer, strict: as for :func:`load`.
 
     Returns:
-        A description of the loaded checkpoint, or None if `folder` contains no checkpoint, not even a damaged one.
+        A description of the loaded checkpoint, or None if `folder` does not exist or contains no checkpoint, not even a
+        damaged one.
 
     Raises:
         CheckpointError: `folder` contains checkpoints, but none of them can be loaded. The message has the reason for
             each checkpoint. No checkpoint has been renamed. Or `folder` is itself a checkpoint.
+        NotADirectoryError: `folder` or one of its parents is a file.
         ValueError: names, shapes or dtypes of an intact checkpoint do not match. No other checkpoint is tried.
 
     Example::

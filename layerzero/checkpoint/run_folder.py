@@ -41,7 +41,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     A checkpoint is ignored if it is still being written, if the saving process died, or if files are missing or
     truncated. Only :func:`load` verifies the contents of the files.
+
+    Raises:
+        NotADirectoryError: `folder` or one of its parents is a file.
     """
+    _refuse_file(Path(folder))
     manifests = _complete_manifests(Path(folder))
     return manifests[-1].folder if manifests else None
 
@@ -125,8 +129,10 @@ def scan(folder: Path) -> RunFolderScan:
     """Return the complete and the broken checkpoints in the folder of a run.
 
     Raises:
+        NotADirectoryError: `folder` or one of its parents is a file.
         UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
     """
+    _refuse_file(folder)
     broken = {
         path: reason for path in _visible_folders(folder) if (reason := _damage_reason(path)) and _was_checkpoint(path)
     }
@@ -183,6 +189,12 @@ def _complete_manifests(folder: Path) -> list[Manifest]:
     """Return the manifests of all complete checkpoints, in the order in which they were saved."""
     manifests = [manifest for path in _visible_folders(folder) if (manifest := _read_manifest(path)) is not None]
     return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.folder.name))
+
+
+def _refuse_file(folder: Path) -> None:
+    """Raise NotADirectoryError if `folder` or one of its parents is a file. The folder need not exist yet."""
+    if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
+        raise NotADirectoryError(f"{file} is a file. Pass the folder that contains the checkpoints of the run")
 
 
 def _visible_folders(folder: Path) -> list[Path]:

@@ -5,9 +5,10 @@ The names in the file are the field names of :class:`LayerZeroConfig` or the opt
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def _similar_name(name: str, accepted: Iterable[str]) -> str:
+    """Return a phrase with the accepted name that is most similar to `name`; empty if none is similar."""
+    similar = difflib.get_close_matches(name, sorted(accepted), n=1)
+    return f" (did you mean {similar[0]}?)" if similar else ""
+
+
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """Convert the contents of a settings file to arguments for :class:`layerzero.LayerZeroConfig`.
 
@@ -108,7 +115,8 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
-        raise ValueError(f"unknown settings {', '.join(unknown)}. Use only {', '.join(sorted(accepted))}")
+        listed = ", ".join(name + _similar_name(name, accepted) for name in unknown)
+        raise ValueError(f"unknown settings {listed}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
     mindspeed = {name: value for name, value in content.items() if name in of_mindspeed}
     for name in ("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype"):

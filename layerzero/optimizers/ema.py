@@ -19,6 +19,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView, active_view
 from layerzero.layout.flat_layout import FlatLayout
+from layerzero.optimizers.optimizer_state import shorten_names
 
 __all__ = ["EMA", "own_rows"]
 
@@ -185,10 +186,10 @@ class EMA:
         self._add_missing_averages()
         loaded = state_dict["averages"]
         if loaded.keys() != self._rows.keys():
-            missing, unexpected = sorted(self._rows.keys() - loaded.keys()), sorted(loaded.keys() - self._rows.keys())
+            differing = {"missing": self._rows.keys() - loaded.keys(), "unexpected": loaded.keys() - self._rows.keys()}
+            listed = "; ".join(f"{kind}: {shorten_names(names)}" for kind, names in differing.items() if names)
             raise ValueError(
-                f"the averages do not fit the model: missing {missing}, unexpected {unexpected}. Load the averages of "
-                "a model with the same parameters"
+                f"the averages do not match the model: {listed}. Load the averages of a model with the same parameters"
             )
         cut = {name: own_rows(member, loaded[name], "average") for name, (member, _) in self._rows.items()}
         for name, (_, rows) in self._rows.items():

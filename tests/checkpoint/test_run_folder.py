@@ -91,6 +91,16 @@ def _nothing_fits(rank: int, folder: str) -> None:
     empty = f"{folder}/none"
     model, optimizer, states = _states_saved(folder, 2)
     assert checkpoint.load_latest(empty, model, optimizer) is None
+    file = Path(folder, "step-1", DATA)
+    for path in (file, file / "further"):
+        with pytest.raises(NotADirectoryError, match=f"{DATA} is a file. Pass the folder that contains"):
+            checkpoint.load_latest(path, model, optimizer)
+        with pytest.raises(NotADirectoryError, match=f"{DATA} is a file. Pass the folder that contains"):
+            checkpoint.latest(path)
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"rank 0: FileExistsError: .*{DATA} is a file, but a folder is needed"
+        ):
+            checkpoint.save(path / "step-2", model, optimizer)
     with pytest.raises(checkpoint.CheckpointError, match=r"step-1 is a checkpoint\. Pass its parent folder"):
         checkpoint.load_latest(Path(folder, "step-1"), model, optimizer)
     other = layerzero.shard_model(torch.nn.Linear(2, 2), mesh=mesh_of(2))

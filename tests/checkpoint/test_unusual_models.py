@@ -203,9 +203,16 @@ def _optimizers(rank: int, folder: str) -> None:
     assert names == [name for name, _ in model.named_parameters()]
     plain_sgd = layerzero.shard_optimizer(torch.optim.SGD(model.parameters()), model)
     with pytest.raises(
-        ValueError, match=r"the checkpoint has the state of AdamW, but the optimizer is SGD. Build AdamW, or load the"
+        ValueError,
+        match=r"one does not match the optimizer: the checkpoint has the state of AdamW, but the optimizer is SGD\. "
+        r"Create the optimizer with the same class, parameter groups and options",
     ):
         checkpoint.load(f"{folder}/one", model, plain_sgd)
+    two_groups_model, two_groups = built(slice(0, 3), slice(3, None), lr=torch.tensor(0.5))
+    two_groups.param_groups[0]["weight_decay"] = 0.5
+    checkpoint.save(f"{folder}/two", two_groups_model, two_groups)
+    with pytest.raises(ValueError, match=r"two does not match the optimizer: .* different weight_decay.*\. Create the"):
+        checkpoint.load(f"{folder}/two", model, optimizer)
     ema = layerzero.EMA(model)
     ema.update()
     with ema.swapped(), pytest.raises(RuntimeError, match=r"inside EMA\.swapped"):

@@ -149,7 +149,7 @@ def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("zero3: 2", "unknown settings zero3. Use only .*zero3_size"),
+        ("zero3: 2", r"unknown settings zero3 \(did you mean zero3_size\?\)\. Use only .*zero3_size"),
         ("zero3_size: 2\nzero3_size: 4", "zero3_size given twice"),
         ("zero3_size: two", r"layerzero\.yaml: zero3_size must be an int"),
         ("zero3_size: 0", r"layerzero\.yaml: zero3_size=0 is not positive. Use"),

@@ -237,8 +237,9 @@ def _load_nonsense(rank: int) -> None:
     saved, before = ema.state_dict(), whole(ema)
     averages = saved["averages"]
     for bad, culprit in (
-        ({name: average for name, average in averages.items() if name != "shift"}, "shift"),
-        (averages | {"stranger": torch.zeros(1)}, "stranger"),
+        ({name: average for name, average in averages.items() if name != "shift"}, r"the model: missing: shift\. Load"),
+        (averages | {"stranger": torch.zeros(1)}, r"the model: unexpected: stranger\. Load"),
+        (averages | {f"other{i}": torch.zeros(1) for i in range(71)}, r"unexpected: other0, .* and 67 more\. Load"),
         (averages | {"head.weight": torch.zeros(6, 3)}, "head.weight"),
         (other.state_dict()["averages"], "not sharded like the parameter"),
     ):
