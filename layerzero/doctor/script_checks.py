@@ -159,7 +159,7 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
             if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
                 subject = f"{model}, which" if model else "a model that"
-                text = f"{kind} of {subject} {earlier} already manages: layerzero refuses this model"
+                text = f"{kind} is called for {subject} {earlier} already manages, and layerzero refuses such a model"
                 yield Mistake(call.lineno, text, "Keep shard_model, and remove the other wrapper")
             if kind in {"shard_model", "fully_shard"} and model:  # these change the model itself
                 targets = targets | {model}

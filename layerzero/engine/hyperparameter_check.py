@@ -110,12 +110,20 @@ class SettingsCheck:
                 for number, group in enumerate(groups):
                     for name, value in group:
                         values_by_setting[index, number, name][json.dumps(value)].append(rank)
+        classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
         several = len({index for index, _, _ in values_by_setting}) > 1
+        which = " {}" if several else ""
         lines = [
+            f"the class of optimizer{which.format(index)} is {format_values(values)}"
+            for index, values in classes.items()
+        ]
+        lines += [
             f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
             + format_values(values)
             for (index, number, name), values in values_by_setting.items()
-            if len(values) > 1 or sum(map(len, values.values())) < len(texts)
+            if index not in classes
+            and name != "class"
+            and (len(values) > 1 or sum(map(len, values.values())) < len(texts))
         ]
         suffix = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise RuntimeError(

@@ -36,7 +36,7 @@ def clip_grad_norm_(
     Args:
         model: a sharded model, or a module that contains sharded models. In the second case, the norm is taken over
             all of these models.
-        max_norm: maximum allowed norm.
+        max_norm: maximum allowed norm, at least 0.
         norm_type: p in the p-norm, which may be ``float("inf")``.
         extra_groups: process groups that contain ranks with other parts of the same model (tensor or pipeline
             parallel).
@@ -49,7 +49,9 @@ def clip_grad_norm_(
 
         norm = layerzero.clip_grad_norm_(model, 1.0)
     """
-    norm_type = float(norm_type)
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative or NaN, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     lz_states = get_states(model)

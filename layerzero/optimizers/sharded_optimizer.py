@@ -224,10 +224,11 @@ class ShardedOptimizer(OptimizerProxy):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return the hyperparameters of each group that must be the same on all ranks, sorted by name."""
+        """Return the optimizer's class, and the hyperparameters of each group that must be the same on all ranks."""
         names = sorted(set(self.defaults) - set(IMPLEMENTATION_SETTINGS))
         return [
-            [(name, to_float(group[name])) for name in names if name in group and is_comparable_on_host(group[name])]
+            [("class", type(self.inner).__name__)]
+            + [(name, to_float(group[name])) for name in names if name in group and is_comparable_on_host(group[name])]
             for group in self.param_groups
         ]
 

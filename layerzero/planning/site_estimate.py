@@ -226,8 +226,8 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
     header = ("codec", "delay", "exchange", "step", "tokens/s", "sent by a site", "outer", "")
     memory = "host memory" if first.row.choice.offload_optimizer else "memory"
     return (
-        f"{settings.sites} sites, each with {cluster.nodes} x {cluster.accelerators} {cluster.rank_text}s and the recommended "
-        f"settings, with {settings.between:,.4g} Gbit/s from a site to the others:\n"
+        f"{settings.sites} sites, each with {cluster.nodes} x {cluster.accelerators} {cluster.rank_text}s and the "
+        f"recommended settings, with {settings.between:,.4g} Gbit/s from a site to the others:\n"
         f"layerzero.outer(every={settings.every}, fragments={len(first.sent)}). A step of one site takes "
         f"{seconds_text(first.row.step)}.\n{table(header, lines, left=1)}\n"
         "delay: smallest delay that hides the exchanges, or - if the link is too slow for that;\n"

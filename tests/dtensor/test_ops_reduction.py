@@ -157,7 +157,13 @@ def _read(rank: int) -> None:
             if rank == 0:  # as for logging; nothing is waited for
                 with pytest.raises(RuntimeError, match=r"first\.weight.*full_tensor\(\)"):
                     pytest.fail(f"{name} is {read(tensor)}")
+        with pytest.raises(
+            NotImplementedError, match=r"first\.weight.*For a mean, divide a sum: x\.sum\(\) / x\.numel"
+        ):
+            tensor.abs().mean()
         whole = tensor.detach().full_tensor()
+        average = tensor.abs().sum() / tensor.numel()
+        assert average.full_tensor().item() == pytest.approx(whole.abs().mean().item())
         norm = tensor.norm().full_tensor().item()
         assert norm == pytest.approx(whole.norm().item()) and f"{tensor.norm()}"
         rows = tensor.to_local().spec.rows

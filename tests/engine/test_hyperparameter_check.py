@@ -87,6 +87,16 @@ def test_the_group_and_the_field_are_named() -> None:
     ), text
 
 
+def _another_class(rank: int) -> str:
+    model, optimizer = _sharded(torch.optim.SGD if rank else torch.optim.AdamW)
+    return next(filter(None, (_step(model, optimizer, rank, step) for step in range(5))))
+
+
+def test_another_class_of_optimizer_is_named_instead_of_its_fields() -> None:
+    for text in run_ranks(_another_class, world_size=2):
+        assert 'model: the class of optimizer is "AdamW" on rank 0 and "SGD" on rank 1. Rows of' in text, text
+
+
 def _alike(rank: int) -> dict[str, int]:
     """Cover schedulers, accumulation, skipped steps, and a replaced optimizer."""
     model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))

@@ -282,6 +282,9 @@ def _norms_of_nonfinite(rank: int) -> list[str]:
             else:
                 norms.append(str(layerzero.clip_grad_norm_(model, 1.0, norm_type).item()))
             optimizer.zero_grad()
+    for refused in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm must not be negative or NaN"):
+            layerzero.clip_grad_norm_(model, refused)
     return norms
 
 
