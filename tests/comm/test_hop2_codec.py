@@ -176,6 +176,7 @@ def _owners(rank: int) -> None:
     assert different(found[0], found[2]) and different(found[2], found[3])
 
 
+@pytest.mark.slow
 def test_parts_of_different_sizes_are_encoded() -> None:
     run_ranks(_owners)
 

@@ -206,6 +206,7 @@ def _move(rank: int) -> None:
         assert_same_bits(ours, alone, name)
 
 
+@pytest.mark.slow
 def test_moves_that_change_nothing_pass_and_others_are_refused_before_they_do() -> None:
     run_ranks(_move, world_size=WORLD)
 

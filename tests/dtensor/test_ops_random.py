@@ -123,7 +123,7 @@ def _as_one_process(rank: int, size: int) -> None:
                     plain(ours).copy_(expected)
 
 
-@pytest.mark.default_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_random_numbers_are_those_of_one_process_with_the_seed(size: int) -> None:
     run_ranks(_as_one_process, size, world_size=WORLD)

@@ -139,7 +139,9 @@ def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
             train_exactly(rank, case, micro_batches, reference, mesh=mesh, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("data_parallel", SHARDINGS)
+@pytest.mark.parametrize(
+    "data_parallel", [pytest.param(each, marks=[pytest.mark.slow] * (each < max(SHARDINGS))) for each in SHARDINGS]
+)
 @BOTH_SHARED_SLOW
 def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, shared_memory: str) -> None:
     run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory=shared_memory)

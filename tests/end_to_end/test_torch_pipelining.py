@@ -125,6 +125,7 @@ def _all_cases(rank: int, interleaved: bool) -> None:
             _train(rank, interleaved, zero3_size, accumulation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "interleaved",
     [pytest.param(False, id="1F1B"), pytest.param(True, id="Interleaved1F1B", marks=pytest.mark.slow)],

@@ -158,6 +158,7 @@ def _factors(rank: int, world: int) -> None:
             assert torch.equal(gradients[0], gradients[2]), (settings, size)
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
     run_ranks(_factors, world, world_size=world)

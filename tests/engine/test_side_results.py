@@ -156,6 +156,7 @@ def _auxiliary_losses(rank: int, size: int) -> None:
             _train(rank, alone, {Layer}, _loss_with_auxiliary, size, prefetch=prefetch)
 
 
+@pytest.mark.default_sample(2)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
     size: int, shared_memory: str | None
@@ -192,6 +193,7 @@ def _change_outputs(rank: int, size: int) -> None:
     assert not hidden.detach_().requires_grad  # as in truncated backpropagation through time
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_callers_change_and_hook_outputs_that_have_side_results(size: int) -> None:
     run_ranks(_change_outputs, size, world_size=WORLD)
@@ -379,6 +381,7 @@ def _return_parameters(rank: int, size: int) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.default_sample(2)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_parameters_and_their_views_can_be_outputs(size: int, shared_memory: str | None) -> None:
     run_ranks(_return_parameters, size, world_size=WORLD, shared_memory=shared_memory)
@@ -455,6 +458,7 @@ def _checkpoint_selectively(rank: int, cases: Sequence[tuple[str, set[type], dic
         _train(rank, alone, units, lambda net, x: net(x).square().mean(), size, **settings)
 
 
+@pytest.mark.slow
 def test_selective_checkpoints_around_units_change_nothing() -> None:
     run_ranks(_checkpoint_selectively, _FEW, 4, world_size=WORLD)
 

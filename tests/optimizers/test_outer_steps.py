@@ -174,6 +174,7 @@ def _compare(rank: int, case: dict[str, Any]) -> None:
         layerzero.close(trained[0])
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in CASES[1:4:2] else pytest.mark.slow) for case in CASES], ids=str

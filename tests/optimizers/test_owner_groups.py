@@ -61,6 +61,7 @@ def _second(rank: int, names: tuple[str, str]) -> None:
         assert not different(whole_state(our), state_alone(their, net))
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize("names", [("each matrix", "whole stack"), ("whole stack", "each matrix")])
 def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(names: tuple[str, str]) -> None:
     run_ranks(_second, names)
@@ -117,6 +118,7 @@ def _dropped(rank: int, name: str, there: int, of: int) -> None:
     assert not different(full_parameters(model), dict(alone("SGD", 1)[0].named_parameters()))
 
 
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
 def test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
     """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""

@@ -232,6 +232,7 @@ def _graphs(rank: int, folder: str) -> None:
             assert "backward the root/forward units.1" in found and "backward the root/backward units.1" in found
 
 
+@pytest.mark.slow
 def test_spans_are_nested_for_every_kind_of_graph(tmp_path: Path) -> None:
     run_ranks(_graphs, str(tmp_path))
 
