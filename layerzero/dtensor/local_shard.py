@@ -50,7 +50,7 @@ class LocalShard(torch.Tensor):
         if func.namespace in COLLECTIVES:
             _accessible_rows(shard)  # an access error takes precedence
             refuse_collective(func, args, shard.spec)
-        _refuse_misaligned(func, shard, tensors)
+        _refuse_misaligned(func, shard, args, kwargs)
         _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
@@ -161,23 +161,42 @@ _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
 
-def _refuse_misaligned(func: Any, rows: LocalShard, tensors: Sequence[Tensor]) -> None:
-    if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
+def _refuse_misaligned(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if `func` combines rows of parameters of which ranks have different rows.
+
+    Otherwise, only some ranks would raise an error, or kernels that do not compare sizes would read other memory.
+    """
+    elementwise = torch.Tag.pointwise in func.tags or func._schema.name == "aten::copy_"
+    values = [*args, *kwargs.values()]
+    if func.__name__.startswith("_foreach"):
+        lists = [value for value in values if isinstance(value, (list, tuple))]
+        for corresponding in zip(*lists, strict=False):
+            _require_same_rows(func, [each for each in corresponding if isinstance(each, LocalShard)], elementwise=True)
         return
-    for other in tensors:
-        if isinstance(other, LocalShard):
-            # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
-            if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(rows.spec)):
-                raise ValueError(
-                    f"{func.__name__} mixes parameters {rows.spec.name!r} and {other.spec.name!r}, of which ranks have "
-                    "different rows. Use p.full_tensor() of both, on all ranks"
-                )
-        elif other.ndim >= rows.ndim and other.shape != rows.shape:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if func._schema.name == "aten::stack" or (func._schema.name == "aten::cat" and dim % max(1, args[0][0].ndim)):
+        values = list(args[0])
+    direct = [value for value in values if isinstance(value, Tensor)]
+    _require_same_rows(func, [each for each in direct if isinstance(each, LocalShard)], elementwise=elementwise)
+    for other in direct if elementwise else ():
+        if not isinstance(other, LocalShard) and other.ndim >= rows.ndim and other.shape != rows.shape:
             raise ValueError(
                 f"{func.__name__} mixes parameter {rows.spec.name!r} (rows {rows.spec.rows} on this rank) with a "
                 f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(rows.shape)}). "
                 "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). Compute a "
                 "penalty on parameters from this rank's rows, p.to_local(), so that each row counts once"
+            )
+
+
+def _require_same_rows(func: Any, shards: Sequence[LocalShard], *, elementwise: bool) -> None:
+    for other in shards[1:]:
+        # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
+        if other.spec is shards[0].spec or other.spec.same_sharding(shards[0].spec):
+            continue
+        if elementwise or not (other.spec.is_fully_local and shards[0].spec.is_fully_local):
+            raise ValueError(
+                f"{func.__name__} mixes parameters {shards[0].spec.name!r} and {other.spec.name!r}, of which ranks "
+                "have different rows. Use p.full_tensor() of both, on all ranks"
             )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils import parametrizations
 
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 # Shapes of parameters by case, each cut along a dim, or plain.
 CASES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
@@ -84,3 +88,52 @@ def test_parts_that_lie_in_different_orders_train_as_one_process(case: str) -> N
     for size, accumulation in ((1, "full"), (2, "sharded")):
         orders = run_ranks(_trains, case, size, accumulation)
         assert orders[0] == orders[2] and orders[0] != orders[1], "what the test is about"
+
+
+# Functions of two parameters of which ranks have different rows. Without a check, only some ranks raise an error, and
+# the kernel of weight_norm reads rows that do not exist.
+MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add": torch.add,
+    "dist": torch.dist,
+    "mse_loss": F.mse_loss,
+    "huber_loss": lambda p, q: F.huber_loss(p, q, reduction="sum"),
+    "matmul": lambda p, q: p.t() @ q,
+    "stack": lambda p, q: torch.stack([p, q]),
+    "cat": lambda p, q: torch.cat([p, q], -1),
+    "foreach": lambda p, q: torch._foreach_add([p, p], [p, q]),
+}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(6, 7))
+        self.p, self.q = nn.Parameter(torch.ones(5, 6)), nn.Parameter(torch.ones(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() + (self.p * self.q).sum()
+
+
+def _mix(rank: int, size: int) -> None:
+    model = layerzero.shard_model(Normed(), mesh=mesh_of(size))
+    with torch.no_grad():
+        for name, function in MIXED.items():
+            with pytest.raises(ValueError, match="mixes parameters 'p' and 'q', of which ranks have different rows"):
+                pytest.fail(f"{name} gives {function(model.p, model.q)}")
+            function(model.p, model.p)
+        with pytest.raises(
+            ValueError, match=r"linear.*of which ranks have different rows. Use p.full_tensor\(\) of both"
+        ):
+            pytest.fail(f"{model.linear.weight}")
+        together = torch.cat([model.p.to_local().flatten(), model.q.to_local().flatten()])
+        assert together.numel() == model.p.to_local().numel() + model.q.to_local().numel()
+    torch.manual_seed(0)
+    alone = Normed()
+    layerzero.load_full_state_dict(model, alone.state_dict())
+    assert torch.equal(model(torch.ones(2, 6)), alone(torch.ones(2, 6)))
+
+
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(size: int) -> None:
+    run_ranks(_mix, size)
