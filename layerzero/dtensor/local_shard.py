@@ -162,19 +162,21 @@ _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view"
 
 
 def _refuse_misaligned(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if `func` combines rows of parameters of which ranks have different rows.
+    """Raise ValueError if `func` combines rows of parameters that are sharded differently.
 
     Otherwise, only some ranks would raise an error, or kernels that do not compare sizes would read other memory.
     """
     elementwise = torch.Tag.pointwise in func.tags or func._schema.name == "aten::copy_"
     values = [*args, *kwargs.values()]
-    if func.__name__.startswith("_foreach"):
-        lists = [value for value in values if isinstance(value, (list, tuple))]
+    if func.__name__.startswith(("_foreach", "_fused")):
+        lists = [value for value in values if isinstance(value, (list, tuple)) and value]
         for corresponding in zip(*lists, strict=False):
             _require_same_rows(func, [each for each in corresponding if isinstance(each, LocalShard)], elementwise=True)
         return
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if func._schema.name == "aten::stack" or (func._schema.name == "aten::cat" and dim % max(1, args[0][0].ndim)):
+    if func._schema.name == "aten::stack" or (
+        func._schema.name == "aten::cat" and dim % max([1, *(t.ndim for t in args[0])])
+    ):
         values = list(args[0])
     direct = [value for value in values if isinstance(value, Tensor)]
     _require_same_rows(func, [each for each in direct if isinstance(each, LocalShard)], elementwise=elementwise)
@@ -195,8 +197,9 @@ def _require_same_rows(func: Any, shards: Sequence[LocalShard], *, elementwise: 
             continue
         if elementwise or not (other.spec.is_fully_local and shards[0].spec.is_fully_local):
             raise ValueError(
-                f"{func.__name__} mixes parameters {shards[0].spec.name!r} and {other.spec.name!r}, of which ranks "
-                "have different rows. Use p.full_tensor() of both, on all ranks"
+                f"{func.__name__} combines rows of parameters {shards[0].spec.name!r} and {other.spec.name!r}, but a "
+                "rank does not have the same rows of both. Call full_tensor() of both on all ranks, or read the model "
+                "inside layerzero.unsharded(model)"
             )
 
 

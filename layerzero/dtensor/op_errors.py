@@ -29,9 +29,8 @@ FROZEN_DTYPE_MESSAGE = (
 def row_move_message(what: str, spec: RowShardSpec) -> str:
     """Return the error message for an operation that would move rows between ranks."""
     return (
-        f"an operation on a tensor derived from parameter {spec.name!r} needs {what}, which is not supported, because "
-        "ranks have different numbers of rows. For a mean, divide a sum: x.sum() / x.numel(). To read the full tensor, "
-        "use p.full_tensor(), "
+        f"{what} on a tensor derived from parameter {spec.name!r} is not supported, because ranks have different "
+        "numbers of rows. For a mean, divide a sum: x.sum() / x.numel(). To read the full tensor, use p.full_tensor(), "
         "layerzero.full_state_dict(model) or torch.distributed.checkpoint. To change it, use "
         "layerzero.unsharded(model, writeback=True)"
     )

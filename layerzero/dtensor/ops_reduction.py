@@ -194,7 +194,7 @@ def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> Non
         NotImplementedError: the collective moves rows between ranks, or averages over rows.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(row_move_message(func.__name__, spec))
+        raise NotImplementedError(row_move_message(f"an operation that uses {func.__name__}", spec))
     if "avg" in args:
         raise NotImplementedError(
             f"an average over rows of a tensor derived from parameter {spec.name!r} is not supported: ranks have "

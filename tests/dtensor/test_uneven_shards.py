@@ -101,6 +101,16 @@ MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "stack": lambda p, q: torch.stack([p, q]),
     "cat": lambda p, q: torch.cat([p, q], -1),
     "foreach": lambda p, q: torch._foreach_add([p, p], [p, q]),
+    "fused": lambda p, q: torch._fused_sgd_(
+        *([p.clone()], [q], []),
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    ),
 }
 
 
@@ -118,12 +128,12 @@ def _mix(rank: int, size: int) -> None:
     model = layerzero.shard_model(Normed(), mesh=mesh_of(size))
     with torch.no_grad():
         for name, function in MIXED.items():
-            with pytest.raises(ValueError, match="mixes parameters 'p' and 'q', of which ranks have different rows"):
+            with pytest.raises(
+                ValueError, match="parameters 'p' and 'q', but a rank does not have the same rows of both"
+            ):
                 pytest.fail(f"{name} gives {function(model.p, model.q)}")
             function(model.p, model.p)
-        with pytest.raises(
-            ValueError, match=r"linear.*of which ranks have different rows. Use p.full_tensor\(\) of both"
-        ):
+        with pytest.raises(ValueError, match=r"linear.*, but a rank does not have the same rows of both"):
             pytest.fail(f"{model.linear.weight}")
         together = torch.cat([model.p.to_local().flatten(), model.q.to_local().flatten()])
         assert together.numel() == model.p.to_local().numel() + model.q.to_local().numel()
@@ -131,6 +141,17 @@ def _mix(rank: int, size: int) -> None:
     alone = Normed()
     layerzero.load_full_state_dict(model, alone.state_dict())
     assert torch.equal(model(torch.ones(2, 6)), alone(torch.ones(2, 6)))
+
+
+def _combine_on_one_rank(rank: int) -> None:
+    model = layerzero.shard_model(Normed(), mesh=mesh_of(1))
+    with torch.no_grad():
+        assert (model.p.t() @ model.q).full_tensor().equal(torch.full((6, 6), 5.0))
+        assert torch.cat([model.p, model.q], -1).shape == (5, 12)
+
+
+def test_one_rank_has_all_rows_of_all_parameters() -> None:
+    run_ranks(_combine_on_one_rank, world_size=1)
 
 
 @pytest.mark.default_sample(1)
