@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--zero3-size", type=int, default=2, help="ranks that share the compute weights, usually a node")
+    add("--zero3-size", type=int, default=2, help="ranks that shard the compute weights, usually those of a node")
     add("--accumulation", choices=["sharded", "full", "local"], default="sharded", help="where gradients add up")
     add("--micro-batches", type=int, default=2, metavar="A", help="per optimizer step")
     add("--model", choices=list(SIZES), default="small", help="size of the GPT")
@@ -61,13 +61,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--optimizer",
         choices=["adamw", "muon"],
         default="adamw",
-        help="muon: for the blocks' matrices, AdamW for others",
+        help="muon: Muon for the matrices in the blocks, AdamW for all other parameters",
     )
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help=DTYPE_HELP)
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
-    add("--checkpoints", metavar="FOLDER", help="save there, and go on from the last one that is there")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if there are any")
+    add("--checkpoints", metavar="FOLDER", help="save checkpoints in this folder, and resume from the newest one in it")
     add("--save-every", type=int, default=60, metavar="STEPS", help="and after the last step")
     add(
         "--stop-on",
@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SIGNAL",
         help="save and end when a rank receives SIGTERM, SIGUSR1, ...",
     )
-    add("--logdir", metavar="FOLDER", help="write loss and layerzero's own numbers for TensorBoard, which this needs")
+    add("--logdir", metavar="FOLDER", help="write losses and metrics for TensorBoard to this folder")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--no-sample", action="store_true", help="do not generate text at the end")

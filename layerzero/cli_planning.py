@@ -455,8 +455,9 @@ def _run_probe(*, quiet: bool) -> Cluster:
     """
     if "RANK" not in os.environ:
         raise ValueError(
-            "--probe measures the cluster on which it runs, so it requires torchrun. Start it on all nodes: "
-            "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe ..."
+            "--probe measures the cluster on which it runs, so it requires torchrun. Run this command on "
+            "all nodes: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+            "-m layerzero plan --probe ..."
         )
     device = default_device_type()
     if device != "cpu":

@@ -181,7 +181,7 @@ def check_launch(environment: Mapping[str, str]) -> list[Finding]:
         return [Finding(_LAUNCH, "problem", text, "Start the program with torchrun")]
     findings = []
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
-        text = f"WORLD_SIZE={world}, but {', '.join(missing)} is not set"
+        text = f"WORLD_SIZE={world}, but these variables are not set: {', '.join(missing)}"
         findings.append(Finding(_LAUNCH, "problem", text, "Start the program with torchrun, which sets all of them"))
     if not local:
         text = "LOCAL_WORLD_SIZE is not set, so layerzero does not know the number of ranks per node"
@@ -210,6 +210,9 @@ def check_threads(threads: int, cores: int, ranks: int, device_type: str) -> Fin
         text = f"{ranks} ranks with {threads} threads each share {cores} cores"
         return Finding(_LAUNCH, level, text, f"Set OMP_NUM_THREADS={cores_per_rank}")
     if device_type != "cpu" and threads == 1 and cores_per_rank > 1:
-        text = "OMP_NUM_THREADS=1, torchrun's default: offload_optimizer=True would update with one thread per rank"
+        text = (
+            "OMP_NUM_THREADS=1, torchrun's default: with offload_optimizer=True, the optimizer would use only one "
+            "thread per rank"
+        )
         return Finding(_LAUNCH, "note", text, f"If you offload the optimizer, set OMP_NUM_THREADS={cores_per_rank}")
     return Finding(_LAUNCH, "ok", f"{threads} thread{'s' * (threads > 1)} per rank, {cores} cores")

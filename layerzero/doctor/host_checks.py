@@ -109,11 +109,11 @@ def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bo
         cuda: CUDA version that torch was built with, or None.
     """
     if kind == "cpu" and has_nvidia and cuda is None:
-        text = "the machine has a GPU of NVIDIA, but torch was built without CUDA"
+        text = "the machine has an NVIDIA GPU, but torch was built without CUDA"
         return [Finding(_DEVICES, "problem", text, "Install a build of torch with CUDA")]
     if kind == "cpu" and has_nvidia:
-        text = "the machine has a GPU of NVIDIA that torch cannot use"
-        fix = f"Check CUDA_VISIBLE_DEVICES, and with nvidia-smi that the driver supports CUDA {cuda}"
+        text = "the machine has an NVIDIA GPU that torch cannot use"
+        fix = f"Check CUDA_VISIBLE_DEVICES, and use nvidia-smi to check that the driver supports CUDA {cuda}"
         return [Finding(_DEVICES, "problem", text, fix)]
     if kind == "cpu":
         return [Finding(_DEVICES, "ok", "no accelerator; models run on the CPU")]
@@ -185,7 +185,10 @@ def check_file_limit(limit: int, world: int, local: int) -> Finding:
     limit_text = "unlimited" if limit < 0 else f"{limit:,}"
     needed = world - 1 + local - 1 + -(-world // local) - 1
     if 0 <= limit <= needed:
-        text = f"a process may open {limit_text} files, but gloo connects a rank with more than {needed:,} sockets"
+        text = (
+            f"a process may open only {limit_text} files, but gloo's connections need more than {needed:,} sockets per "
+            "rank"
+        )
         return Finding(_MEMORY, "problem", text, "Run ulimit -n 65536, or raise the limit of the job")
     return Finding(
         _MEMORY,
@@ -203,7 +206,10 @@ def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
     """
     limit_text = "unlimited" if limit < 0 else size_text(limit)
     if rdma and limit >= 0:
-        text = f"a process may lock only {limit_text} of memory, which NCCL needs for the adapters {', '.join(rdma)}"
+        text = (
+            f"a process may lock only {limit_text} of memory, but NCCL needs locked memory for the adapters "
+            f"{', '.join(rdma)}"
+        )
         fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
         return Finding(_MEMORY, "problem", text, fix)
     return Finding(_MEMORY, "ok", f"limit of locked memory per process: {limit_text}")

@@ -65,7 +65,10 @@ class Job:
                 findings.append(self._late_ranks(missing, "ranks"))
             else:
                 per_node = node_size(reports) or 0
-                text = "links are not measured, because the nodes differ or their ranks are not neighbors"
+                text = (
+                    "links are not measured, because the nodes have different numbers of ranks, or the ranks on a node "
+                    "are not consecutive"
+                )
                 findings += check_nodes(reports) + ([] if per_node else [Finding(_GROUP, "note", text)])
             self._texts.set("ranks per node", str(per_node))
         self._texts.wait(["ranks per node"], 3 * self.timeout)  # the first rank itself waits for other ranks
@@ -144,7 +147,7 @@ def check_speeds(result: ProbeResult) -> list[Finding]:
         text = f"between nodes: {size_text(1e9 * cluster.node_link / 8)}/s per node, latency {latency}"
         findings.append(Finding(_GROUP, "ok", text))
     if {"inside", "between"} <= set(result.measured) and cluster.node_link / 8 / cluster.accelerators > cluster.inside:
-        text = "a rank sends faster between nodes than inside its node, so sharing weights inside a node saves no time"
+        text = "a rank sends faster between nodes than inside its node, so sharding weights inside a node saves no time"
         findings.append(Finding(_GROUP, "note", text, "Measure a step with several values of zero3_size"))
     return findings
 

@@ -131,7 +131,14 @@ def check_extras(found: Sequence[Distribution]) -> list[Finding]:
     try:
         from packaging.requirements import Requirement  # noqa: PLC0415 - optional
     except ModuleNotFoundError:
-        return [Finding(_GROUP, "note", "versions are not compared without packaging", "Run pip install packaging")]
+        return [
+            Finding(
+                _GROUP,
+                "note",
+                "package versions are not checked, because the package packaging is not installed",
+                "Run pip install packaging",
+            )
+        ]
     versions = installed_versions(found)
     requirements = [Requirement(text) for text in own.requires or ()]
     findings, absent = [], []
@@ -152,7 +159,7 @@ def check_extras(found: Sequence[Distribution]) -> list[Finding]:
             text = f"extra {extra}: {req.name} {installed[req.name]} is installed, and {req.specifier} is supported"
             findings.append(Finding(_GROUP, level, text, f"Run pip install '{req.name}{req.specifier}'"))
         if missing:
-            text = f"extra {extra}: {', '.join(missing)} is not installed"
+            text = f"extra {extra}: not installed: {', '.join(missing)}"
             advice = f"If you use this extra, run pip install {' '.join(missing)}"
             findings.append(Finding(_GROUP, "note", text, advice))
         if not unsupported and not missing:

@@ -153,7 +153,8 @@ def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
             fix = f"Start one torchrun per node with --nproc-per-node {len(ranks)}, or pass zero3_size={len(ranks)}"
             findings.append(Finding(_GROUP, "problem", text, fix))
         if ranks[-1] - ranks[0] != len(ranks) - 1:
-            text = f"{name} has {rank_names(ranks)}, but consecutive ranks share weights, so gathers cross nodes"
+            names = rank_names(ranks)
+            text = f"{name} has {names}, but weights are sharded over consecutive ranks, so gathers cross nodes"
             findings.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
         devices = _group_ranks({rank: reports[rank].device for rank in ranks if reports[rank].device})
         for shared in (sharing for sharing in devices.values() if len(sharing) > 1):

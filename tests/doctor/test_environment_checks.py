@@ -96,8 +96,12 @@ def test_a_host_name_that_resolves_to_the_loopback_is_a_problem_between_nodes() 
     ("change", "expected", "text"),
     [
         ({}, ["ok"], "4 ranks, 2 on each node"),
-        ({"RANK": None}, ["problem", "ok"], "RANK is not set"),
-        ({"MASTER_ADDR": None, "MASTER_PORT": None}, ["problem", "ok"], "MASTER_ADDR, MASTER_PORT is not set"),
+        ({"RANK": None}, ["problem", "ok"], "but these variables are not set: RANK"),
+        (
+            {"MASTER_ADDR": None, "MASTER_PORT": None},
+            ["problem", "ok"],
+            "these variables are not set: MASTER_ADDR, MASTER_PORT",
+        ),
         ({"LOCAL_WORLD_SIZE": None}, ["note"], "does not know the number of ranks per node"),
         ({"LOCAL_WORLD_SIZE": "3"}, ["problem"], "LOCAL_WORLD_SIZE=3 does not divide WORLD_SIZE=4"),
         ({"WORLD_SIZE": "many"}, ["problem"], "WORLD_SIZE=many is not a number"),

@@ -90,7 +90,7 @@ def test_weights_in_shared_memory_are_limited_by_memory_outside_dev_shm() -> Non
     [
         (1024, 1, 1, "ok", "limit of open files per process: 1,024"),
         (1024, 1024, 8, "problem", "more than 1,157 sockets"),  # 1023 + 7 + 127
-        (1157, 1024, 8, "problem", "may open 1,157 files"),
+        (1157, 1024, 8, "problem", "may open only 1,157 files"),
         (1158, 1024, 8, "ok", "gloo's connections need 1,157"),
         (-1, 100_000, 8, "ok", "unlimited"),
     ],

@@ -115,7 +115,7 @@ def test_apex_of_the_index_is_told_from_that_of_nvidia(tmp_path: Path) -> None:
     ("versions", "expected"),
     [
         ({"typer": "1.0", "numpy": "2.0"}, ["ok extra cli: typer 1.0, numpy 2.0", "ok extras that are not installed"]),
-        ({"typer": "1.0"}, ["note extra cli: numpy is not installed", "ok extras that are not installed"]),
+        ({"typer": "1.0"}, ["note extra cli: not installed: numpy", "ok extras that are not installed"]),
         (
             {"safetensors": "1", "xxhash": "2.9"},
             ["problem extra checkpoint: xxhash 2.9 is installed, and >=3.0", "ok extras that are not installed"],

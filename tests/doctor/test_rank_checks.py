@@ -64,8 +64,8 @@ def problems(found: list[Finding]) -> list[str]:
 
 def test_ranks_that_alternate_between_nodes_are_a_problem() -> None:
     assert problems(check_nodes(reports("abab"))) == [
-        "a has ranks 0, 2, but consecutive ranks share weights, so gathers cross nodes",
-        "b has ranks 1, 3, but consecutive ranks share weights, so gathers cross nodes",
+        "a has ranks 0, 2, but weights are sharded over consecutive ranks, so gathers cross nodes",
+        "b has ranks 1, 3, but weights are sharded over consecutive ranks, so gathers cross nodes",
     ]
 
 
