@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 benchmarks/codec_losses.py --codec int4 [--seed 0] [--spike 100]
 
-Each rank is a replica, so all gradients are encoded. With `--spike 100`, the gradients of each twentieth step are
+Each rank is a replica, so all gradients are encoded. With `--spike 100`, the gradients of every twentieth step are
 multiplied by 100 before they are clipped to a norm of 1.
 """
 
@@ -61,7 +61,7 @@ def validation_loss(args: argparse.Namespace, *further: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--codec", choices=CODECS, default="none", help="hop2_codec of shard_model")
-    parser.add_argument("--spike", type=float, default=1.0, help="factor of the gradients of each twentieth step")
+    parser.add_argument("--spike", type=float, default=1.0, help="factor of the gradients of every twentieth step")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

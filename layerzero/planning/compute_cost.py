@@ -21,7 +21,7 @@ class ComputeCost:
         sequence: number of tokens in one sequence.
         recompute: True if blocks save only their inputs and repeat their forward pass in the backward pass.
         forward: FLOPs per token in the forward pass of each unit.
-        frozen: FLOPs per token in the matrices of each unit that are frozen, and so have no gradients.
+        frozen: FLOPs per token in the forward pass of each unit's frozen matrices, which have no gradients.
         again: FLOPs per token in the forward pass of each unit's blocks, which `recompute` repeats.
         activation_bytes: size of the activations of a micro-batch in bytes, or 0 if unknown.
     """

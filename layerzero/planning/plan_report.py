@@ -72,15 +72,15 @@ _PARTS = {
     "down": "waiting for copies to host memory",  # final gradients
 }
 COLUMNS_TEXT = (
-    "S: number of ranks in a ZeRO-3 group, over which weights are sharded; accumulation: layerzero's setting; empty "
-    "for sharded and full if S is 1, because they are then equivalent; reduce: dtype of gradients in hop 1 (reduction "
-    "inside a ZeRO-3 group), followed after slashes, if they are set, by the dtype or codec of hop 2 (reduction "
-    "across the groups) and the codec of the refresh (copy of updated weights to all groups); A: micro-batches per "
-    "step; peak: maximum memory use during a step, including activations if their size is known; room: memory that "
-    "remains free, not counting the reserve; host: host memory used per rank; zero3, replica, between: bytes that a "
-    "rank sends per step inside its ZeRO-3 group, to other ZeRO-3 groups, and to other nodes; HFSDP: hybrid mode of "
-    "Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer. Memory is computed, and times are simulated; neither is "
-    "measured."
+    "S: number of ranks in a ZeRO-3 group, over which weights are sharded; accumulation: layerzero's setting (empty "
+    "for sharded and full if S is 1, because they are then equivalent); reduce: dtype of gradients in hop 1 "
+    "(reduction inside a ZeRO-3 group), then, each after a slash, the dtype or codec of hop 2 (reduction across the "
+    "groups) if it differs, and the codec of the refresh (copy of updated weights to all groups) if there is one; A: "
+    "micro-batches per step; peak: maximum memory use during a step, including activations if their size is known; "
+    "room: memory that remains free, not counting the reserve; host: host memory used per rank; zero3, replica, "
+    "between: bytes that a rank sends per step inside its ZeRO-3 group, to other ZeRO-3 groups, and to other nodes; "
+    "HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer. Memory is computed, and times are "
+    "simulated; neither is measured."
 )
 
 

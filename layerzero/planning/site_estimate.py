@@ -188,6 +188,8 @@ def estimate_sites(row: Estimate, units: Sequence[UnitSpec], settings: SiteSetti
         ValueError: the model has fewer trainable units than `settings` has fragments.
     """
     handles = [(unit.traits.grid, handle) for unit in units for handle in unit.handles if handle.trainable]
+    if not handles:
+        raise ValueError("all parameters are frozen, so sites have nothing to exchange. Unfreeze parameters")
     sizes = [handle.layout.numel for _, handle in handles]
     own_sizes = [grid.numel(handle.layout, Extent.ZERO1) for grid, handle in handles]
     groups = divide_into_fragments(sizes, settings.num_fragments(len(handles)))

@@ -217,7 +217,7 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} does not exist. Pass the path of a config.json of Hugging Face, or of a folder that contains one"
+            f"{path} does not exist. Pass the path of a Hugging Face config.json, or of a folder that contains one"
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None

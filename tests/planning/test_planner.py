@@ -853,7 +853,9 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text("no")
     with pytest.raises(ValueError, match="is not JSON"):
         read_config(tmp_path / "wrong.json")
-    with pytest.raises(FileNotFoundError, match=r"none.json does not exist. Pass the path of a config.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"none.json does not exist. Pass the path of a Hugging Face config.json"
+    ):
         read_config(tmp_path / "none.json")
 
 
