@@ -325,7 +325,7 @@ def make_folder(folder: Path) -> None:
         try:
             folder.mkdir(exist_ok=True)
         except FileExistsError:
-            raise FileExistsError(f"{folder} is a file, but a folder is needed there. Use another path") from None
+            raise FileExistsError(f"{folder} exists, but it is not a folder. Use another path") from None
         flush_folder(folder.parent)
 
 

@@ -20,7 +20,7 @@ from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import has_own_values
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_usable
-from layerzero.checkpoint.restore import RestorePlan
+from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safe_json import printable
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.staging import finish_pending
@@ -34,6 +34,7 @@ __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
 _OTHER_MODEL = "Use a separate folder for each model"
+_LOAD_MODEL_ONLY = "Load the model without an optimizer"
 _OTHER_OPTIMIZER = (
     "Create the optimizer with the same class, parameter groups and options as in the run that saved the checkpoint, "
     "or load the model without an optimizer"
@@ -169,7 +170,8 @@ def prepare_from(
         )
         if restore.problems and strict:
             if restore.only_optimizer_differs:
-                subject, advice = "the optimizer", _OTHER_OPTIMIZER
+                subject = "the optimizer"
+                advice = _LOAD_MODEL_ONLY if NO_OPTIMIZER_STATE in restore.problems else _OTHER_OPTIMIZER
             else:
                 subject, advice = "the model" if optimizer is None else "the model or the optimizer", _OTHER_MODEL
             raise ValueError(

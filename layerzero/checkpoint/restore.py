@@ -40,7 +40,9 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["RestorePlan"]
+__all__ = ["NO_OPTIMIZER_STATE", "RestorePlan"]
+
+NO_OPTIMIZER_STATE = "missing: the optimizer state"
 
 _LISTED, _EXAMPLES = 12, 3  # a summary lists up to 12 problems; if there are more, it lists 3 of each kind
 _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for other problems
@@ -215,7 +217,7 @@ class RestorePlan:
 
     def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
         if stored is None:
-            self.problems.append("missing: the optimizer state")
+            self.problems.append(NO_OPTIMIZER_STATE)
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
             text = f"the checkpoint has the state of {kind}, but the optimizer is {own}"

@@ -112,9 +112,8 @@ class SettingsCheck:
                         values_by_setting[index, number, name][json.dumps(value)].append(rank)
         classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
         several = len({index for index, _, _ in values_by_setting}) > 1
-        which = " {}" if several else ""
         lines = [
-            f"the class of optimizer{which.format(index)} is {format_values(values)}"
+            f"the class of {f'optimizer {index}' if several else 'the optimizer'} is {format_values(values)}"
             for index, values in classes.items()
         ]
         lines += [

@@ -51,7 +51,7 @@ def clip_grad_norm_(
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not max_norm >= 0:
-        raise ValueError(f"max_norm must not be negative or NaN, got {max_norm}")
+        raise ValueError(f"max_norm must not be negative or NaN, got {max_norm}. To compute only the norm, pass inf")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     lz_states = get_states(model)

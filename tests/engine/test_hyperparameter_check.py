@@ -94,7 +94,7 @@ def _another_class(rank: int) -> str:
 
 def test_another_class_of_optimizer_is_named_instead_of_its_fields() -> None:
     for text in run_ranks(_another_class, world_size=2):
-        assert 'model: the class of optimizer is "AdamW" on rank 0 and "SGD" on rank 1. Rows of' in text, text
+        assert 'model: the class of the optimizer is "AdamW" on rank 0 and "SGD" on rank 1. Rows of' in text, text
 
 
 def _alike(rank: int) -> dict[str, int]:
