@@ -138,6 +138,7 @@ def _all_refuse(rank: int, folder: Path, named: str) -> list[str]:
     return loaded
 
 
+@pytest.mark.slow
 def test_a_hostile_table_of_contents_is_refused(intact: Path, tmp_path: Path) -> None:
     for name, change in HOSTILE.items():
         _rewrite(Path(shutil.copytree(intact, tmp_path / name)), change)

@@ -62,6 +62,7 @@ def _torchs(rank: int) -> None:
     assert _train(mesh["dp_replicate", "dp_shard"])[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_meshes_of_torch_train_as_one_process(run: Any) -> None:
     run(_torchs, world_size=WORLD)

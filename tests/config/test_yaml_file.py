@@ -214,6 +214,7 @@ def test_classes_are_found_by_name_among_the_models_own_modules(tmp_path: Path) 
     run_ranks(_shard, str(tmp_path / "layerzero.yaml"), world_size=2)
 
 
+@pytest.mark.slow
 def test_yaml_is_imported_by_files_alone() -> None:
     code = "import sys, layerzero; assert 'yaml' not in sys.modules and 'safetensors' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -56,6 +56,7 @@ def _assign(rank: int) -> None:
         assert all(gradient.eq(1).all() for gradient in full_gradients(ours).values())
 
 
+@pytest.mark.slow
 def test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with() -> None:
     run_ranks(_assign, world_size=WORLD)
 

@@ -74,6 +74,7 @@ def _forget(rank: int) -> None:
             gc.enable()
 
 
+@pytest.mark.slow
 @BOTH_SHARED_SLOW
 def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(shared_memory: str | None) -> None:
     run_ranks(_forget, world_size=WORLD, shared_memory=shared_memory)

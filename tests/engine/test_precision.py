@@ -240,6 +240,7 @@ def _reduce(rank: int) -> None:
             assert sent.get("hop2", 0) == 16 // size * (WORLD // size - 1) // (WORLD // size) * hop2_bytes, (case, sent)
 
 
+@pytest.mark.slow
 def test_reductions_use_the_dtypes_asked_for() -> None:
     run_ranks(_reduce, world_size=WORLD, shared_memory="off")
 
@@ -300,6 +301,7 @@ def _land(rank: int) -> None:
             assert scratch[0] < 0.75 * scratch[1], scratch
 
 
+@pytest.mark.slow
 @BOTH_SHARED_SLOW
 def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(shared_memory: str | None) -> None:
     run_ranks(_land, world_size=WORLD, shared_memory=shared_memory)

@@ -156,7 +156,7 @@ def _auxiliary_losses(rank: int, size: int) -> None:
             _train(rank, alone, {Layer}, _loss_with_auxiliary, size, prefetch=prefetch)
 
 
-@pytest.mark.default_sample(2)
+@pytest.mark.default_sample(1)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
     size: int, shared_memory: str | None

@@ -86,6 +86,7 @@ def _follow_torch(rank: int) -> None:
         assert optimizers.implementation(optimizer) == "fused", "seen through shard_optimizer"
 
 
+@pytest.mark.slow
 def test_both_follow_torch_in_one_process_built_before_or_after_sharding() -> None:
     run_ranks(_follow_torch)
 

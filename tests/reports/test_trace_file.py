@@ -280,5 +280,6 @@ def _profiled(rank: int) -> None:
     assert not get_state(failing).observer._open, "ranges that began under the profiler end without it"
 
 
+@pytest.mark.slow
 def test_torchs_profiler_shows_ranges_with_the_names_of_units() -> None:
     run_ranks(_profiled, shared_memory="off")

@@ -160,6 +160,7 @@ def _lists(rank: int) -> None:
     assert_same_bits(model, alone, "a pair")
 
 
+@pytest.mark.slow
 def test_lists_of_modules_are_one_unit_each_beside_classes_and_names() -> None:
     run_ranks(_lists, world_size=WORLD)
 
