@@ -227,8 +227,8 @@ def _set_prefetch(mindspeed: Mapping[str, Any], settings: dict[str, Any]) -> Non
         return
     if "prefetch" in settings:
         raise ValueError(
-            "prefetch is given with forward_prefetch or backward_prefetch, which set the same. Use only prefetch, or "
-            "only forward_prefetch and backward_prefetch"
+            "prefetch is given together with forward_prefetch or backward_prefetch, which control the same setting. "
+            "Use only prefetch, or only forward_prefetch and backward_prefetch"
         )
     backward = mindspeed.get("backward_prefetch", "BACKWARD_PRE" if mindspeed.get("forward_prefetch") is True else None)
     if backward not in (None, "BACKWARD_PRE"):

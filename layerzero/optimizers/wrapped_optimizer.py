@@ -129,8 +129,8 @@ def _call_now(take_step: Callable[[], Any]) -> None:
 
 _MIXED = (
     "{name} updates all tensors of a parameter group at once, which is not possible if one group has sharded "
-    "parameters (plain tensors inside layerzero) and DTensors of another framework. Put the DTensors in "
-    "ignored_params into a separate optimizer, which you step yourself, or into a separate parameter group"
+    "parameters (plain tensors inside layerzero) and DTensors of another framework. Move the DTensors that "
+    "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself"
 )
 
 
@@ -202,8 +202,9 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
     def __missing__(self, key: Tensor) -> Any:
         if isinstance(key, RowShardedTensor):
             raise RuntimeError(
-                f"the state of the {self._optimizer} that was passed to shard_optimizer was read by sharded parameter, "
-                "but it is not keyed by sharded parameters any more. Use the optimizer that shard_optimizer returned"
+                f"a sharded parameter was looked up in the state of the {self._optimizer} that was passed to "
+                "shard_optimizer, but this state is no longer keyed by sharded parameters. Use the "
+                "optimizer that shard_optimizer returned"
             )
         return super().__missing__(key)
 

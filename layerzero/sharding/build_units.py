@@ -151,8 +151,9 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
         )
     if has_feedback(config.hop2_codec) and any(each.compute is torch.float16 for each in _precisions(plans, config)):
         raise ValueError(
-            f"{type(config.hop2_codec).__name__} adds errors of one step to the gradients of the next step, whose loss "
-            "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"
+            f"{type(config.hop2_codec).__name__} adds the encoding errors of one step to the gradients of the next "
+            "step. Because the model computes in fp16, the loss scale may differ between the two steps. Compute in "
+            "bf16, or pass feedback=False"
         )
     codec = config.hop2_codec or (config.refresh_codec if isinstance(config.refresh_codec, Int4Difference) else None)
     if codec is not None and _has_replicated_params(plans):

@@ -32,6 +32,6 @@ def connections_warning(device_type: str, environment: Mapping[str, str] = os.en
     return (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams into one hardware queue. Gathers and reductions "
         "then wait for computation instead of overlapping it. Set CUDA_DEVICE_MAX_CONNECTIONS=32, or unset it "
-        "(default 8). Megatron-LM requires 1 for tensor or context parallelism on GPUs before Blackwell. Measure both "
-        "values there"
+        "(default 8). Megatron-LM requires the value 1 for tensor or context parallelism on GPUs older than Blackwell. "
+        "On these GPUs, measure the speed with both values"
     )

@@ -288,8 +288,9 @@ def _units_to_prefetch(
         other_state, other_unit = _unit_of(module)
         if other_state is not lz_state or other_unit.mesh_info is not unit.mesh_info:
             raise ValueError(
-                f"{method}: {other_unit.label} is in another {'model' if other_state is not lz_state else 'mesh'} "
-                f"than {unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
+                f"{method}: {other_unit.label} belongs to a different "
+                f"{'model' if other_state is not lz_state else 'mesh'} from {unit.label}. A rank that calls one of "
+                "them does not necessarily call the other. Pass units of the same model and mesh"
             )
         units.append(other_unit)
     return units

@@ -61,8 +61,8 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
         )
     if zero3_size is None:
         raise ValueError(
-            "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
-            "such as mesh['dp'], or zero3_size"
+            "parameters are DTensors on a model-parallel axis, so shard_model does not choose the data-parallel ranks "
+            "by default. Pass mesh, such as mesh['dp'], or zero3_size"
         )
     ranks = _data_parallel_ranks(model_parallel)
     return mesh_of_ranks(ranks, zero3_size, model_parallel.device_type, caller="shard_model(zero3_size=...)")

@@ -363,8 +363,8 @@ def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module
         raise ValueError("units contains an empty list, but each list is one unit. Add its modules, or remove the list")
     if model in selected and len(entries) > 1:
         raise ValueError(
-            f"units contains a list with the {type(model).__name__} that is passed to shard_model, which is always a "
-            "unit. Remove it from the list. Parameters outside all other units belong to it"
+            f"units contains a list that includes the model itself ({type(model).__name__}). The model is always a "
+            "unit of its own, so remove it from the list. Parameters outside all other units belong to this unit"
         )
     return [module for module in names if module in selected]
 
@@ -519,8 +519,8 @@ def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | 
         local = parameter._local_tensor
         if len({*parameter.device_mesh.mesh.flatten().tolist()} & {*ranks}) > 1:
             return (
-                f"a DTensor of another framework on several of the ranks {list(ranks)} that would shard it. If these "
-                "ranks have different parts of it, make its module a unit on another mesh (mesh=callable). Otherwise"
+                f"a DTensor of another framework on several of the ranks {list(ranks)} that would shard it (if these "
+                "ranks have different parts of it, make its module a unit on another mesh, with mesh=callable)"
             )
         if (why := reason_not_shardable(parameter.placements, parameter.ndim)) is not None:
             return why

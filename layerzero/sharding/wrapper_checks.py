@@ -77,6 +77,7 @@ class _Registry(dict[str, Any]):
 
 def _sharded_twice_message(wrapper: str, subject: str) -> str:
     return (
-        f"{wrapper} of {subject} layerzero has sharded is not supported: layerzero already shards, gathers and "
-        "averages over all ranks. Leave the wrapper out, and use layerzero.no_sync and layerzero.clip_grad_norm_"
+        f"applying {wrapper} to {subject} layerzero has sharded is not supported: layerzero already shards and gathers "
+        "weights, and averages gradients over all ranks. Leave the wrapper out, and use layerzero.no_sync and "
+        "layerzero.clip_grad_norm_"
     )

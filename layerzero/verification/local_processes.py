@@ -124,8 +124,8 @@ def _collect_results(pipes: list[Connection]) -> tuple[dict[int, Any], list[_Fai
 
 
 _DIED = (
-    "its process ended without an error. Read its output for the reason, such as too little memory. In a script, put "
-    'the call under `if __name__ == "__main__":`'
+    "its process ended without an exception. Its output may show the reason, such as too little memory. In a script, "
+    'put the call under `if __name__ == "__main__":`'
 )
 
 

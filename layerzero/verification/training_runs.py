@@ -224,7 +224,8 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
         parameters = dict(model.named_parameters())
         if {n: p.shape for n, p in parameters.items()} != {n: p.shape for n, p in first.items()}:
             raise ValueError(
-                "model_fn built models with different parameters from the same seed. Seed its random numbers"
+                "model_fn was called twice with the same seed, but the names or shapes of the parameters differ. Seed "
+                "all random number generators that it uses"
             )
         if model is models[0]:
             continue

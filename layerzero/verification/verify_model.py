@@ -38,7 +38,7 @@ __all__ = ["default_optimizer", "verify"]
 _REFUSED = {
     "mesh": "verify creates a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",
-    "gradient_divide_factor": "the unsharded run averages gradients over ranks, so other divisors differ by a factor",
+    "gradient_divide_factor": "the unsharded run averages gradients, so gradients with another divisor would differ",
     "hop2_codec": "the unsharded run reduces exact gradients, and decoded gradients would differ by their rounding",
     "gather_codec": "the unsharded run uses the exact weights, and decoded weights would differ by their rounding",
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",

@@ -299,8 +299,8 @@ REFUSED = {
     "class in a list": ("TypeError", "units contains a list with", "which is not a module. Use modules or their names"),
     "root in a list": (
         "ValueError",
-        "a list with the IntegerNet that is passed to shard_model",
-        "Remove it from the list",
+        "a list that includes the model itself (IntegerNet)",
+        "remove it from the list",
     ),
     "unknown in a list": (
         "ValueError",

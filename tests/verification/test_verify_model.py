@@ -437,7 +437,7 @@ def test_a_rank_that_raises_is_one_error_with_its_traceback() -> None:
 
 
 def test_a_rank_that_dies_is_one_error() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 failed: its process ended without an error.*\(exit code 7\)"):
+    with pytest.raises(RuntimeError, match=r"rank 1 failed: its process ended without an exception.*\(exit code 7\)"):
         layerzero.verify(Net, make_batch, world_size=2, zero3_sizes=[2], loss_fn=dies_on_rank_1)
 
 
