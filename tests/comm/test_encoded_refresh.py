@@ -157,7 +157,7 @@ def test_weights_have_the_same_bits_after_every_step(
     # uneven and one shared case; the test above has (2, 1). In 72 steps, each event happens twice.
     ("ranks", "size", "shared_memory", "muon", "steps"),
     [
-        (4, 2, "off", False, 72),
+        pytest.param(4, 2, "off", False, 72, marks=pytest.mark.exhaustive),
         pytest.param(4, 2, None, False, 72, marks=pytest.mark.exhaustive),
         pytest.param(2, 1, "off", False, 200, marks=pytest.mark.exhaustive),
         pytest.param(4, 2, "off", False, 200, marks=pytest.mark.exhaustive),

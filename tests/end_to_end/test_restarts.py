@@ -52,7 +52,9 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _run(tmp_path_factory.mktemp("calm") / "run", restarts=1)
 
 
-@pytest.mark.parametrize(("seed", "kept"), [(3, "--checkpoints"), (4, "--snapshots")])  # rank 0, and rank 1
+@pytest.mark.parametrize(
+    ("seed", "kept"), [(3, "--checkpoints"), pytest.param(4, "--snapshots", marks=pytest.mark.exhaustive)]
+)  # rank 0, and rank 1
 def test_a_killed_run_is_started_again_and_ends_with_the_same_bits(
     never_stopped: str, tmp_path: Path, seed: int, kept: str
 ) -> None:

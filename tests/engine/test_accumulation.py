@@ -48,7 +48,9 @@ def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
 # With S = 1 there is no shared memory.
 @pytest.mark.default_sample(1)
 @pytest.mark.parametrize(
-    ("zero3_size", "shared_memory"), [(1, "off"), (2, "off"), (4, "off"), (2, None), (4, None)], ids=str
+    ("zero3_size", "shared_memory"),
+    [(1, "off"), (2, "off"), (4, "off"), *(pytest.param(size, None, marks=pytest.mark.exhaustive) for size in (2, 4))],
+    ids=str,
 )
 def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int, shared_memory: str | None) -> None:
     run_ranks(_any_mix_of_backwards, zero3_size, shared_memory=shared_memory)

@@ -264,7 +264,7 @@ def _compare_modes(rank: int, name: str) -> None:
     compare(rank, name, CASES[name], *(mode | {"shared_memory": "off"} for mode in MODES), *SHARED)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CASES)
 def test_graph_has_the_gradients_of_one_process(name: str) -> None:
     run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, shared_memory=None)
