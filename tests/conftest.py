@@ -16,10 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
-    default = [item for item in items if not item.get_closest_marker("slow")]
+    _leave_out([item for item in items if not item.get_closest_marker("slow")], "default_sample", "slow")
     slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")]
     _leave_out(slow, "sample", "exhaustive")
-    _leave_out(default, "default_sample", "slow")
 
 
 def _leave_out(items: list[pytest.Item], sample: str, tier: str) -> None:

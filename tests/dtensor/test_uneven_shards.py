@@ -83,6 +83,7 @@ def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str
 
 
 @pytest.mark.default_sample(1)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_that_lie_in_different_orders_train_as_one_process(case: str) -> None:
     for size, accumulation in ((1, "full"), (2, "sharded")):

@@ -157,6 +157,7 @@ def _auxiliary_losses(rank: int, size: int) -> None:
 
 
 @pytest.mark.default_sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
     size: int, shared_memory: str | None
@@ -382,6 +383,7 @@ def _return_parameters(rank: int, size: int) -> None:
 
 
 @pytest.mark.default_sample(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
 def test_parameters_and_their_views_can_be_outputs(size: int, shared_memory: str | None) -> None:
     run_ranks(_return_parameters, size, world_size=WORLD, shared_memory=shared_memory)
