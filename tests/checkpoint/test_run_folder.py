@@ -98,7 +98,7 @@ def _nothing_fits(rank: int, folder: str) -> None:
         with pytest.raises(NotADirectoryError, match=f"{DATA} is a file. Pass the folder that contains"):
             checkpoint.latest(path)
         with pytest.raises(
-            checkpoint.CheckpointError, match=f"rank 0: FileExistsError: .*{DATA} is a file, but a folder is needed"
+            checkpoint.CheckpointError, match=f"rank 0: FileExistsError: .*{DATA} exists, but it is not a folder"
         ):
             checkpoint.save(path / "step-2", model, optimizer)
     with pytest.raises(checkpoint.CheckpointError, match=r"step-1 is a checkpoint\. Pass its parent folder"):

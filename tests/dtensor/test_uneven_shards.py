@@ -103,7 +103,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "cat": lambda p, q: torch.cat([p, q], -1),
     "foreach": lambda p, q: torch._foreach_add([p, p], [p, q]),
     "fused": lambda p, q: torch._fused_sgd_(
-        *([p.clone()], [q], []),
+        *([p.to_local().clone()], [q.to_local()], []),
         weight_decay=0.0,
         momentum=0.0,
         lr=0.5,

@@ -549,7 +549,9 @@ def test_texts_and_data_of_a_row_have_its_dtypes_and_codecs() -> None:
 
 def test_a_codec_that_shard_model_refuses_is_refused() -> None:
     cluster = Cluster(nodes=4)
-    message = "hop2_codecs contains 'int4_blocks', which shard_model refuses: Int4Blocks adds errors .* fp16"
+    message = (
+        "hop2_codecs contains 'int4_blocks', which shard_model refuses: Int4Blocks adds the encoding errors .* fp16"
+    )
     with pytest.raises(ValueError, match=message):
         plan(SMALL, cluster, param_dtype="fp16", hop2_codecs=[None, "int4_blocks"])
     for dtype, codec in (("fp16", "int8_blocks"), ("bf16", "int4_blocks")):

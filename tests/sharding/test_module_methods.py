@@ -201,7 +201,7 @@ def _prefetched(rank: int, folder: str) -> None:
     for wrong, error, text in (
         ([units[0].linear], ValueError, "neither a model that"),
         (units[0], TypeError, "expects a list of units, got one Block"),
-        ([shard(blocks())], ValueError, "in another model"),
+        ([shard(blocks())], ValueError, "belongs to a different model"),
     ):
         with pytest.raises(error, match=text):
             units[1].set_modules_to_backward_prefetch(wrong)
