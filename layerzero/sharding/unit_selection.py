@@ -466,8 +466,8 @@ def _missing_names_error(model: nn.Module, setting: str, missing: list[str]) -> 
     listed = ", ".join(module_names[:10]) + (", ..." if len(module_names) > 10 else "")
     classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
     return ValueError(
-        f"{setting} contains {missing}, but the model has no modules or classes with these names. Its modules are "
-        f"{listed or 'none'}; their classes are {classes}. Use these names"
+        f"{setting} contains {missing}, but the model has no modules or classes with these names. Pass names from "
+        f"these lists: modules {listed or '(none)'}; classes {classes}"
     )
 
 
