@@ -136,12 +136,12 @@ SUBCLASS = r"'first\.weight' is a {}, a tensor subclass.*ignored_params"
 TRANSFORM = r"torch\.func \({}\) of the root.*not supported.*loss\.backward\(\).*unsharded copy"
 
 CASES = {
-    "DDP around": Case(lambda: DistributedDataParallel(_shard()), f"DistributedDataParallel of .*{TWICE}"),
+    "DDP around": Case(lambda: DistributedDataParallel(_shard()), f"applying DistributedDataParallel to .*{TWICE}"),
     "DDP around something with it": Case(
         lambda: DistributedDataParallel(_with_part(_shard())), rf"'1\.shift'.*{TWICE}"
     ),
-    "DataParallel around": Case(lambda: DataParallel(_shard()), f"^DataParallel of .*{TWICE}"),
-    "fully_shard around": Case(lambda: fully_shard(_shard()), rf"fully_shard \(FSDP2\) of .*{TWICE}"),
+    "DataParallel around": Case(lambda: DataParallel(_shard()), f"^applying DataParallel to .*{TWICE}"),
+    "fully_shard around": Case(lambda: fully_shard(_shard()), rf"fully_shard \(FSDP2\) to .*{TWICE}"),
     "fully_shard of a unit": Case(lambda: fully_shard(_shard(units=["first"]).first), rf"fully_shard .*{TWICE}"),
     "fully_shard of a part": Case(lambda: fully_shard(_shard().second), rf"fully_shard .*{TWICE}"),
     "FSDP1 around": Case(
