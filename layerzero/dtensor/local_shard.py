@@ -166,18 +166,17 @@ def _refuse_misaligned(func: Any, rows: LocalShard, args: Sequence[Any], kwargs:
 
     Otherwise, only some ranks would raise an error, or kernels that do not compare sizes would read other memory.
     """
-    elementwise = torch.Tag.pointwise in func.tags or func._schema.name == "aten::copy_"
-    values = [*args, *kwargs.values()]
+    name, values = func._schema.name, [*args, *kwargs.values()]
+    elementwise = torch.Tag.pointwise in func.tags or name == "aten::copy_"
     if func.__name__.startswith(("_foreach", "_fused")):
         lists = [value for value in values if isinstance(value, (list, tuple)) and value]
         for corresponding in zip(*lists, strict=False):
             _require_same_rows(func, [each for each in corresponding if isinstance(each, LocalShard)], elementwise=True)
         return
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if func._schema.name == "aten::stack" or (
-        func._schema.name == "aten::cat" and dim % max([1, *(t.ndim for t in args[0])])
-    ):
-        values = list(args[0])
+    if name in ("aten::stack", "aten::cat"):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if name == "aten::stack" or dim % max([1, *(tensor.ndim for tensor in args[0])]):
+            values = list(args[0])
     direct = [value for value in values if isinstance(value, Tensor)]
     _require_same_rows(func, [each for each in direct if isinstance(each, LocalShard)], elementwise=elementwise)
     for other in direct if elementwise else ():

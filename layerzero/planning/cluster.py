@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def rank_text(self) -> str:
-        """Noun for what a rank computes on, in reports."""
+        """Noun for one rank in reports."""
         return "CPU rank" if self.device == "cpu" else "accelerator"
 
     @property

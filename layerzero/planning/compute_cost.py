@@ -59,7 +59,9 @@ class ComputeCost:
         # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
         block_bytes, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + block_bytes if recompute else sizes.layers * block_bytes
-        return cls(tokens, sequence, recompute, forward, {}, recomputed, float(tokens) * (blocks + logits))
+        return cls(
+            tokens, sequence, recompute, forward, again=recomputed, activation_bytes=float(tokens) * (blocks + logits)
+        )
 
     @classmethod
     def of_units(

@@ -115,7 +115,6 @@ class Plan:
     Attributes:
         cluster: cluster for which the plan was made.
         numel: number of parameter elements in the model.
-        trained: number of elements of trainable parameters.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
             The others follow, in ascending order of :attr:`Estimate.shortfalls`, so that the closest come first.
@@ -126,12 +125,16 @@ class Plan:
 
     cluster: Cluster
     numel: int
-    trained: int
     units: int
     rows: tuple[Estimate, ...]
     other_schemes: tuple[Estimate, ...]
     best: Estimate | None
     estimator: Estimator
+
+    @property
+    def trained(self) -> int:
+        """Number of elements of trainable parameters."""
+        return self.estimator.trained
 
     @property
     def parameters_text(self) -> str:

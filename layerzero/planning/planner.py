@@ -188,7 +188,6 @@ def plan(
     return Plan(
         cluster,
         numel,
-        estimator.trained,
         len(sharding.plans),
         tuple(rows),
         tuple(other_schemes),

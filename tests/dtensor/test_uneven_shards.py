@@ -91,8 +91,8 @@ def test_parts_that_lie_in_different_orders_train_as_one_process(case: str) -> N
         assert orders[0] == orders[2] and orders[0] != orders[1], "what the test is about"
 
 
-# Functions of two parameters of which ranks have different rows. Without a check, only some ranks raise an error, and
-# the kernel of weight_norm reads rows that do not exist.
+# Functions of two parameters whose rows do not correspond. Without a check, only some ranks raise an error, and the
+# kernel of weight_norm reads rows that do not exist.
 MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "add": torch.add,
     "dist": torch.dist,

@@ -80,6 +80,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_grad_attribute.py::test_a_penalty_on_local_rows_is_a_part_of_the_loss",
         "engine/test_grad_attribute.py::test_gradients_written_by_hand_count_like_those_of_a_backward",
     ),
+    "Functions that combine the rows of two sharded parameters": (
+        "dtensor/test_uneven_shards.py::test_rows_of_parameters_that_do_not_correspond_are_not_mixed",
+    ),
     "A backward through `p.full_tensor()`": (
         "engine/test_grad_attribute.py::test_a_loss_on_sharded_parameters_is_an_error",
     ),
