@@ -97,7 +97,7 @@ def _unsharded(
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
     subject, modules = _format_call(options), set(module.modules())
-    gradients = _require_equal_requests(lz_state, module, members, options)
+    gradients = _check_ranks_and_get_gradients(lz_state, module, members, options)
     keeps = lz_state.ranks.is_first or not options.rank0_only
     buffers = [buffer for buffer in lz_state.cast_buffers if keeps and buffer.module() in modules]
     parameters: dict[ManagedParam, nn.Parameter] = {}
@@ -134,7 +134,7 @@ def _format_call(options: _Options) -> str:
     return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
 
 
-def _require_equal_requests(
+def _check_ranks_and_get_gradients(
     lz_state: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters, and return the sharded gradients.
@@ -265,7 +265,7 @@ def _write_back(
 
 def _broadcast_full(lz_state: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the first rank's full tensor to all ranks and return it. On the other ranks, `full` is None."""
-    received = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
+    received = torch.empty(member.spec.full_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         received.copy_(full)
     lz_state.ranks.broadcast(received)
@@ -325,7 +325,8 @@ def _refuse_full_precision(lz_state: LayerZeroState) -> None:
     """Raise an error if this rank cannot enter :func:`full_precision`.
 
     Raises:
-        RuntimeError: a backward pass is running, or another context is active.
+        RuntimeError: a backward pass is running, a weight stream is active, or a context of layerzero other than
+            ``EMA.swapped`` is active.
         ValueError: a parameter has an all-gather extension.
     """
     lz_state.refreshes.require_no_active_use("layerzero.full_precision")
@@ -541,7 +542,11 @@ def _group_values(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return `value_of` each parameter, grouped by mesh and model-parallel part, as `groups` of `require_equal`."""
+    """Return the argument `groups` of :func:`require_equal`, which compares one value per parameter.
+
+    Parameters with the same mesh and the same model-parallel part form a group. The value of each parameter is
+    `value_of` applied to the parameter, and its key is the name of the parameter plus `suffix`.
+    """
     meshes = list(dict.fromkeys(unit.mesh_info for unit in lz_state.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
@@ -569,10 +574,10 @@ def _current_param(member: ManagedParam, unsharded_param: nn.Parameter) -> nn.Pa
     parameter: nn.Parameter | None = next(iter(replacements.values()), unsharded_param)
     tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
     for tensor in tensors:
-        if tensor is None or tuple(tensor.shape) != member.spec.true_shape:
+        if tensor is None or tuple(tensor.shape) != member.spec.full_shape:
             shape = None if tensor is None else list(tensor.shape)
             raise ValueError(
-                f"{member.name!r} must have its original shape {list(member.spec.true_shape)} inside unsharded, got "
+                f"{member.name!r} must have its original shape {list(member.spec.full_shape)} inside unsharded, got "
                 f"{shape}. Assign a tensor of that shape"
             )
     assert parameter is not None

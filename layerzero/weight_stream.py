@@ -210,7 +210,7 @@ class _Entry:
         """Size of the full tensor in bytes, as the stream yields it."""
         if self.handle is None or self.param is None:
             return self.value.numel() * self.value.element_size()
-        return torch.Size(self.param.spec.true_shape).numel() * self.handle.precision.compute.itemsize
+        return torch.Size(self.param.spec.full_shape).numel() * self.handle.precision.compute.itemsize
 
     def is_needed(self, first_rank: int) -> bool:
         """Return whether this rank must take part in a gather for the first rank of the model."""

@@ -181,7 +181,7 @@ def publish(
     manifest = Manifest(partial, files, ChecksumScheme.best(), sequence, token, finite)
     try:
         for record in files.values():
-            manifest.check_file(record)
+            manifest.check_type_and_size(record)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}, seen from the first rank. Save to a file system that all ranks share"

@@ -78,12 +78,12 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return _DcpFiles(CheckpointContents({}, document, tensors), names, source, os.fspath(path), lz_state)
+        return _DcpSource(CheckpointContents({}, document, tensors), names, source, os.fspath(path), lz_state)
 
     prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
 
 
-class _DcpFiles:
+class _DcpSource:
     """A :class:`layerzero.checkpoint.loading.Source` that reads a DCP checkpoint through torch."""
 
     def __init__(

@@ -1,6 +1,8 @@
 """Load a checkpoint from any source of tensors.
 
-`restore` contains the checks that precede a load, and `atomic_files` defines when a checkpoint exists.
+A checkpoint is complete when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
+publication] in atomic_files.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
+it needs before it changes anything; see [Note: Checks before changes] in restore.py.
 """
 
 from __future__ import annotations

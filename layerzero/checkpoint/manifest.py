@@ -1,6 +1,6 @@
 """Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number.
 
-A checkpoint exists when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
+A checkpoint is complete when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
 publication] in atomic_files.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
 it needs before it changes anything; see [Note: Checks before changes] in restore.py.
 """
@@ -111,10 +111,15 @@ class Manifest:
             raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}, which is not a bool")
         manifest = cls(folder, records, scheme, sequence, token or None, finite)
         for record in () if parts else records.values():
-            manifest.check_file(record)
+            manifest.check_type_and_size(record)
         return manifest
 
-    def check_file(self, record: FileRecord) -> None:
+    def check_type_and_size(self, record: FileRecord) -> None:
+        """Check that a file is a regular file in the folder and has the recorded size. Its contents are not read.
+
+        Raises:
+            CheckpointError: it is not.
+        """
         if Path(record.name).name != record.name or record.name in ("", ".", ".."):
             raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
         path = self.folder / record.name

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import Decoder, references
-from layerzero.checkpoint.optimizer_compat import GroupCompatibility, key_of, match_state_type
+from layerzero.checkpoint.optimizer_compat import ParamGroupCompatibility, key_of, match_state_type
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
 from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_subclass_entry
@@ -246,7 +246,7 @@ class RestorePlan:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
             member = self._names.members.get(name)
-            shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.true_shape)
+            shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.full_shape)
             keys = {state_key: key for state_key, value in values.items() if (key := key_of(value)) is not None}
             mismatches = [
                 f"{state_key} of {name} in the optimizer: {problem}"
@@ -282,13 +282,13 @@ class RestorePlan:
 
     def _check_group(
         self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]
-    ) -> GroupCompatibility:
+    ) -> ParamGroupCompatibility:
         group, saved = optimizer.param_groups[number], {}
         try:
             saved = optimizer.saved_group(group, saved_groups)
         except ValueError as error:
             self.problems.append(str(error))
-        check = GroupCompatibility(
+        check = ParamGroupCompatibility(
             optimizer.inner,
             group,
             saved,
@@ -305,7 +305,7 @@ class RestorePlan:
             return
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
-        if like is not None and (member is None or member.spec.true_shape != stored.shape):
+        if like is not None and (member is None or member.spec.full_shape != stored.shape):
             self.problems.append(f"{key} has the sharding of {like}, which is not in the model with this shape")
         else:
             self._request_tensor(key, None if member is None else member.spec)

@@ -187,7 +187,7 @@ class _RowPositions(NamedTuple):
 
     @classmethod
     def of(cls, spec: RowShardSpec) -> _RowPositions:
-        shape, box = spec.true_shape or (1,), spec.global_slices
+        shape, box = spec.full_shape or (1,), spec.global_slices
         sharded_dim = next(
             (dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0
         )  # 0: only dim 0
@@ -236,7 +236,7 @@ def _sum_of(value: Any, positions: _RowPositions | None) -> Tensor:
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     """Return this rank's contribution to the weighted sum of a state entry of a parameter that it owns."""
     if isinstance(value, Tensor) and value.ndim:
-        return _RowPositions.of(owned.state_spec(owned.true_shape(value.shape) or value.shape)).sum_of(value)
+        return _RowPositions.of(owned.state_spec(owned.global_state_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
         items = [_sum_of_owned(item, owned) * _odd_factor(str(index)) for index, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_zero_sum()]).sum()
@@ -256,7 +256,10 @@ def _random_digest() -> str:
 
 
 def _distinct_text(value: Any) -> str:
-    """Return a string that is equal for equal values in all processes, and that differs for different values."""
+    """Return a string that identifies a value and is the same in all processes.
+
+    Lists, tuples and ranges with equal items have the same string.
+    """
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy value; NumPy may not be installed

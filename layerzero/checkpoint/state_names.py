@@ -1,6 +1,7 @@
-"""Collect the state of a model and an optimizer under checkpoint names, and encode the state as a document.
+"""Map the parameters, buffers and optimizer state of a model to their names in a checkpoint, and encode the state.
 
-The document is JSON that contains references to tensors and all other values; see json_codec.py.
+:class:`StateNames` contains the names. :func:`encode_all` encodes the full state as a JSON document that contains
+references to tensors and all other values; see json_codec.py. collect_state.py collects the tensors for a save.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def replica_param_ranges(layout: FlatLayout, grid: ShardGrid) -> list[list[Param
 
 
 def residual_numel(layout: FlatLayout, grid: ShardGrid) -> int:
-    """Return the number of elements that a rank sends to other ranks in hop 2, whose errors feedback stores."""
+    """Return the number of elements in a rank's residual: one error for each element that the rank sends in hop 2."""
     return grid.numel(layout, Extent.ZERO3) - grid.numel(layout, Extent.ZERO1)
 
 

@@ -270,8 +270,11 @@ class LaunchedCollective:
             return RankStatus(description)
         return RankStatus(description, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
-    def failed(self, error: Exception) -> RuntimeError:
-        """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
+    def failure_error(self, error: Exception) -> RuntimeError:
+        """Return the error to raise for `error`, which the wait has raised.
+
+        The new error names the ranks that did not take part or, if the model has failed before, the first failure.
+        """
         counters, status = self.communicator.counters, self.status
         if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
@@ -327,8 +330,8 @@ class PendingCollective:
         except RuntimeError as error:
             self._record_wait_end()
             if off_main_thread:
-                raise DeferredCollectiveError(error, self.launched.failed) from error
-            raise self.launched.failed(error) from error
+                raise DeferredCollectiveError(error, self.launched.failure_error) from error
+            raise self.launched.failure_error(error) from error
         self._record_wait_end()
         if self.trace is not None:
             self.trace.record_arrival()
@@ -655,7 +658,7 @@ def send_recv(
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
     """Convert `error`, raised by a wait for ranks that share memory, into an error that names the missing ranks."""
-    return LaunchedCollective(comm, collective, name, None).failed(error)
+    return LaunchedCollective(comm, collective, name, None).failure_error(error)
 
 
 def all_reduce(

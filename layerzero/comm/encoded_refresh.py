@@ -197,7 +197,7 @@ class EncodedRefresher:
         return True
 
     def _send(self, refresh: _Refresh) -> None:
-        """Encode this rank's part, exchange the sizes of the messages, and launch the messages."""
+        """Update and encode this rank's part, exchange message sizes and digests, and launch the gather of messages."""
         inputs, rank = refresh.given, self._comm.rank
         own_part = torch.split(inputs.shard, inputs.sizes)[rank]
         own_change = None if inputs.last_change is None else torch.split(inputs.last_change, inputs.sizes)[rank]

@@ -265,7 +265,7 @@ def new_group_like(
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Return the number of groups created so far for each of `members`, as the argument `groups` of `require_equal`.
+    """Return the number of groups created so far for each of `members`, in the form of `groups` of `require_equal`.
 
     The members of a group must agree on this number before they create another group. See [Note: Names of groups].
 

@@ -83,7 +83,7 @@ class WatchdogInterface(Protocol):
         """Record that the pending collective `works` has been launched."""
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
-        """Count the steps of `optimizer` as steps of the model."""
+        """Register `optimizer`, so that its steps count as steps of the model."""
 
 
 _SHOWN = 6  # number of gathers before a failure that the error message names

@@ -74,7 +74,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device, predicted: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
-        self.expected: Mapping[Size, int] = dict(predicted)
+        self.predicted: Mapping[Size, int] = dict(predicted)
         self.predicted_bytes = bytes_of_buffers(predicted)
         self.most_bytes = 0
         self._idle: dict[Size, deque[Tensor]] = defaultdict(deque)
@@ -87,18 +87,18 @@ class BufferPool:
         order = CurrentStream.of(device)
         return BufferPool(device) if order is None else DeviceBufferPool(device, order)
 
-    def set_expected(self, buffers: Mapping[Size, int], nbytes: int) -> None:
+    def set_predicted(self, buffers: Mapping[Size, int], nbytes: int) -> None:
         """Set the predicted number of buffers by size, and their total number of bytes, `nbytes`.
 
         Call this method before the first buffer is used.
         """
-        self.expected = dict(buffers)
+        self.predicted = dict(buffers)
         self.predicted_bytes = nbytes
 
-    def add_expected(self, buffers: Mapping[Size, int]) -> None:
+    def add_predicted(self, buffers: Mapping[Size, int]) -> None:
         """Predict more buffers, which are never in use at the same time as those predicted so far."""
-        self.expected = Counter(self.expected) | Counter(buffers)
-        self.predicted_bytes = bytes_of_buffers(self.expected)
+        self.predicted = Counter(self.predicted) | Counter(buffers)
+        self.predicted_bytes = bytes_of_buffers(self.predicted)
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D buffer ``[numel]`` with unspecified contents."""
@@ -106,7 +106,7 @@ class BufferPool:
         with self._lock:
             idle = self._idle[key]
             if not idle:
-                count = max(1, self.expected.get(key, 0) - self._made[key])
+                count = max(1, self.predicted.get(key, 0) - self._made[key])
                 idle.extend(self._allocate(numel, dtype) for _ in range(count))
             return idle.pop()
 
@@ -169,8 +169,8 @@ class DeviceBufferPool(BufferPool):
         self._in_use = 0  # bytes of buffers that were acquired and not released
         self._peak_in_use = 0  # maximum of `_in_use` so far
 
-    def add_expected(self, buffers: Mapping[Size, int]) -> None:
-        self.expected = Counter(self.expected) | Counter(buffers)
+    def add_predicted(self, buffers: Mapping[Size, int]) -> None:
+        self.predicted = Counter(self.predicted) | Counter(buffers)
         self.predicted_bytes = max(self.predicted_bytes, bytes_of_buffers(buffers))
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -181,7 +181,7 @@ class DeviceBufferPool(BufferPool):
 
     def _reuse_or_allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         key = numel, dtype
-        if self._made[key] >= self.expected.get(key, _USUAL):
+        if self._made[key] >= self.predicted.get(key, _USUAL):
             for index, released in enumerate(self._released):
                 if (released.buffer.numel(), released.buffer.dtype) == key:
                     del self._released[index]

@@ -62,7 +62,7 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
     Raises:
         ValueError: the shape of `value` is not the shape of the full parameter. A 0-dim parameter also accepts [1].
     """
-    shape = spec.true_shape
+    shape = spec.full_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
         raise ValueError(
             f"{spec.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}. Pass a tensor of the "

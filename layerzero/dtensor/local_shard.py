@@ -123,7 +123,7 @@ class LocalShard(torch.Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         spec = self.spec
-        if (self.shape[0] == 0 and spec.num_rows > 0) or (self.numel() == 0 and 0 not in spec.true_shape):
+        if (self.shape[0] == 0 and spec.num_rows > 0) or (self.numel() == 0 and 0 not in spec.full_shape):
             return []
         if not spec.shape:
             return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]

@@ -132,7 +132,7 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             return argument
         if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not rows.is_contiguous():  # for example transposed
             raise NotImplementedError(_not_by_rows_message(getattr(func, "__name__", str(func)), spec))
-        full = torch.zeros(spec.true_shape or (1,), dtype=rows.dtype, device=rows.device)
+        full = torch.zeros(spec.full_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
             full[spec.global_slices] = rows.as_subclass(torch.Tensor)
         full.requires_grad_(argument.requires_grad)  # so that torch refuses in-place writes outside no_grad

@@ -1,4 +1,8 @@
-"""Describe which rows of a parameter each rank has. layout/flat_layout.py chooses these row bounds."""
+"""Describe which rows of a parameter each rank has.
+
+The rank at flat position k has the contiguous rows ``[bounds[k], bounds[k + 1])``, possibly none. The rank with
+coordinates (r, s) is at position k = s * R + r. layout/flat_layout.py chooses the bounds, so that no row is cut.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class RowShardSpec:
     model_parallel: ModelParallelSpec | None = None  # None without model-parallel axes
 
     @property
-    def true_shape(self) -> tuple[int, ...]:
+    def full_shape(self) -> tuple[int, ...]:
         """Shape that the full parameter has in one process."""
         return self.shape if self.model_parallel is None else self.model_parallel.shape
 

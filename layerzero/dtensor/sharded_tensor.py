@@ -141,7 +141,7 @@ class RowShardedTensor(DTensor):
                     "sharding. Load through layerzero.checkpoint or torch.distributed.checkpoint"
                 )
             return super().copy_(other, non_blocking)
-        if not isinstance(other, Tensor) or tuple(other.shape) != local.spec.true_shape:
+        if not isinstance(other, Tensor) or tuple(other.shape) != local.spec.full_shape:
             return super().copy_(other, non_blocking)
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -368,8 +368,8 @@ class _RaiseInBackward(torch.autograd.Function):
 
 
 def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are the plain tensor `local`."""
-    return _from_local_shard(LocalShard(local, spec, watch), spec.true_shape)
+    """Return a DTensor of shape ``spec.full_shape`` whose rows on this rank are the plain tensor `local`."""
+    return _from_local_shard(LocalShard(local, spec, watch), spec.full_shape)
 
 
 def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
@@ -415,7 +415,7 @@ def _as_row_sharded(made: Tensor) -> Tensor:
     Otherwise return `made` unchanged.
     """
     local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
+    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.full_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 

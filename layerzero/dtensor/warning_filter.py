@@ -8,9 +8,9 @@ __all__ = ["filter_mesh_warnings"]
 
 
 class _MeshAdviceFilter(logging.Filter):
-    """Filter for torch's advice to flatten the mesh of sharded parameters.
+    """Logging filter that drops torch's advice to flatten the mesh of sharded parameters.
 
-    A flattened mesh would need another process group, which would only reduce scalars.
+    A flattened mesh would need another process group, which would be used only to reduce scalars.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -35,7 +35,7 @@ class CastBuffer:
         module = self.module()
         return None if module is None else module._buffers.get(self.name)
 
-    def show(self, tensor: Tensor) -> None:
+    def replace_in_module(self, tensor: Tensor) -> None:
         """Replace the module's buffer with `tensor` if the module still exists."""
         if (module := self.module()) is not None:
             module._buffers[self.name] = tensor
@@ -58,7 +58,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
             cast = buffer.tensor
             if cast is not None and cast.dtype != buffer.dtype:
                 original = cast.to(buffer.dtype)
-                buffer.show(original)
+                buffer.replace_in_module(original)
                 replaced.append((buffer, cast, original))
     try:
         yield
@@ -68,9 +68,9 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
                 current = buffer.tensor
                 if current is original:  # always copy, because batch norm does not bump the version counter
                     cast.data.copy_(original)
-                    buffer.show(cast)
+                    buffer.replace_in_module(cast)
                 elif current is not None:  # the user has replaced the buffer
-                    buffer.show(current.to(cast.dtype))
+                    buffer.replace_in_module(current.to(cast.dtype))
 
 
 def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:

@@ -1,8 +1,9 @@
 """Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
-Hop 1 reduces gradients inside a ZeRO-3 group. Hop 2 reduces the sums of the groups, and usually crosses nodes.
-reduction_spec.py defines which gradients each hop sends, in which dtype ([Note: Reduction stages]), and where the mean
-is taken ([Note: Division of gradients]).
+Hop 1 reduces full gradients inside a ZeRO-3 group. Hop 2 reduces the sums of the groups (ZeRO-3 gradient shards) and
+usually crosses nodes. The mean is taken once, when the result of the last hop is added to the final gradient.
+reduction_spec.py decides the dtypes ([Note: Reduction stages]) and the exceptions, such as fp16 ([Note: Division of
+gradients]).
 """
 
 from __future__ import annotations

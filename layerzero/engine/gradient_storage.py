@@ -147,7 +147,7 @@ class GradientStorage(ABC):
         """Prepare the memory for an upcoming call of :meth:`open`."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
-        """End the use of the opened memory. The contents are preserved only if `keep` is True."""
+        """End the use of the memory that :meth:`open` returned. If `keep` is False, the contents become unspecified."""
 
     def set_aside(self, *, keep: bool) -> None:  # noqa: B027
         """Move out of memory that is shared with another storage. The contents are preserved only if `keep` is True."""

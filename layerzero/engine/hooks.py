@@ -58,7 +58,7 @@ _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of al
 def register_hooks(lz_state: LayerZeroState) -> None:
     """Register the hooks through which the modules and parameters of a model call its state."""
     _ALL_STATES.add(lz_state)
-    lz_state.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
+    lz_state.model.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)  # type: ignore[no-untyped-call]
     for unit in lz_state.units:
         # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
@@ -109,7 +109,7 @@ class _ClosedPostForwardHook:
         return output
 
 
-def _prepare_load(
+def _load_state_dict_pre_hook(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Add missing names of tied parameters to a state dict, before torch copies the tensors into the parameters.

@@ -472,7 +472,7 @@ class Scheduler(Closable):
             backward.observer.reach(call, call.callers)
         backward.active_calls[call] = None
         self._end_uses_after(backward, call)
-        self._end_with_nested_backward(backward, call)
+        self._defer_end_to_nested_backward(backward, call)
         self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
@@ -550,7 +550,7 @@ class Scheduler(Closable):
         if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
             call.unit.end_backward(() if pending_calls else {call.forward} - {None})
 
-    def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
+    def _defer_end_to_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
         """If a reentrant checkpoint runs a nested backward pass, schedule the call to end when that pass ends.
 
         The nested backward pass contains all nodes of the recomputed call.

@@ -130,7 +130,7 @@ class PendingUse:
     def reserve(self) -> None:
         """Reserve the communicators of all axes except the first for :meth:`relay_in_background`.
 
-        The main thread launches its collectives on them only after that method has sent its messages.
+        Until that method has launched its messages, launches of other threads on these communicators wait.
         """
         self._reservation = Reservation()
         for group in self._groups:

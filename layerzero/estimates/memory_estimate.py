@@ -1,4 +1,4 @@
-"""Predict the memory and traffic of a rank from the specs of its units.
+"""Predict the memory of a rank, except for its optimizer state, and its traffic, from the specs of its units.
 
 :func:`estimate_memory` adds weights, gradients and full buffers (full_buffers.py) to the scratch buffers, whose size
 callers pass (scratch_buffers.py). The optimizer state is not included: :func:`layerzero.memory` measures it, and

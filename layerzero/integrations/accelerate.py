@@ -181,7 +181,9 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Raise an error for sharded models, because ranks without data cannot take part in collectives.
+        """Same as Accelerate's `join_uneven_inputs`, which sharded models do not support.
+
+        Their collectives need all ranks, including ranks that have no more data.
 
         Raises:
             ValueError: a model in `joinables` is sharded.

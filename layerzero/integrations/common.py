@@ -84,7 +84,7 @@ class Settings:
         settings = dict(self.given)
         settings.setdefault("units", AUTO if block_classes(model) else None)
         settings.setdefault("zero3_size", node_size)
-        settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
+        settings["mp_policy"] = _merge_precision(settings.get("mp_policy"), mixed_precision)
         return register_generate(shard_model(model, **settings))
 
 
@@ -99,7 +99,7 @@ def register_generate(model: nn.Module) -> nn.Module:
     return model
 
 
-def _policy(policy: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
+def _merge_precision(policy: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
     if mixed_precision is None or callable(policy):  # a callable returns the policy of each unit
         return policy or MixedPrecisionPolicy()
     if policy is None:

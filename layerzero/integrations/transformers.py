@@ -163,7 +163,7 @@ def _plugin(
 
 
 def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """Return which entries of `state` PEFT saves for each adapter, as ``{adapter: {PEFT's name: name in state}}``."""
+    """Return names of the entries that PEFT saves for each adapter, as ``{adapter: {PEFT's name: name in state}}``."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
 
     name_of = {id(value): name for name, value in state.items()}

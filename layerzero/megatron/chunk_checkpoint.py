@@ -76,7 +76,7 @@ def save(
         for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
-            average = None if ema is None else _average_to_store(ema.state_dict(), rank_local_names)
+            average = None if ema is None else _ema_state_to_save(ema.state_dict(), rank_local_names)
             chunk_fields = {"places": global_layout_of(chunk, rank_local_names), "chunks": len(model_chunks)}
             extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
             save_with_rank_local_names(rank_local_names, part, chunk, inner, extra_state)
@@ -153,7 +153,7 @@ def _expert_names(call: str, groups: ProcessGroups, model_chunks: Sequence[Shard
     return names
 
 
-def _average_to_store(state: Mapping[str, Any], rank_local_names: RankLocalNames) -> dict[str, Any]:
+def _ema_state_to_save(state: Mapping[str, Any], rank_local_names: RankLocalNames) -> dict[str, Any]:
     """Return the EMA state, with the averages keyed by their names in the checkpoint."""
     return {
         **state,

@@ -50,7 +50,7 @@ class _StoredPart:
 
 
 @dataclass
-class _FullTensor:
+class _FullTensorPlan:
     """A tensor of the full model, built from rows of stored tensors.
 
     Attributes:
@@ -109,7 +109,7 @@ def export_parts(
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
-    tensors: dict[str, _FullTensor] = {}
+    tensors: dict[str, _FullTensorPlan] = {}
     for part in _list_parts(Path(path)):
         _add_part(tensors, part, dtype, averages=averages)
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -141,7 +141,7 @@ def _list_parts(folder: Path) -> Iterator[Path]:
     yield from parts
 
 
-def _add_part(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
     manifest = Manifest.read(part)
     manifest.verify()
     contents = CheckpointContents.read(manifest)
@@ -171,7 +171,7 @@ def _add_part(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | 
         }
         whole_name, shape, rows = (position[what] for what in ("name", "shape", "pieces"))
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        full = tensors.setdefault(whole_name, _FullTensor(tuple(shape), cast))
+        full = tensors.setdefault(whole_name, _FullTensorPlan(tuple(shape), cast))
         if full.shape != tuple(shape):
             raise CheckpointError(
                 f"{part}: {own} is a part of a tensor of shape {list(shape)}, but of {list(full.shape)} in other parts"

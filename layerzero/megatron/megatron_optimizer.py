@@ -215,7 +215,7 @@ class ShardedMegatronOptimizer:
             get_state(chunk).mesh_info.counters.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
-        """Update the masters and launch the refresh. Call :meth:`prepare_grads` first."""
+        """Step the optimizers, update the EMAs, and return True. Call :meth:`prepare_grads` first."""
         for optimizer in self._optimizers:
             optimizer.step()
         for ema in self.emas:

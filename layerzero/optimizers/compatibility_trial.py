@@ -250,9 +250,9 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_kind(group: Mapping[str, Any]) -> str:
-    """Return the kind of a group, which is its settings as text.
+    """Return a string that identifies the settings of a parameter group.
 
-    For the learning rate, the text contains only its type. For the weight decay, it contains only whether it is zero.
+    For the learning rate, the string contains only its type. For the weight decay, it contains only whether it is zero.
     """
     settings = {
         key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")

@@ -203,8 +203,8 @@ def own_rows(member: ManagedParam, value: Tensor, what: str) -> Tensor:
     Args:
         what: name of the value, for messages.
     """
-    if tuple(value.shape) != member.spec.true_shape:
-        shapes = f"{list(value.shape)}, but the parameter has shape {list(member.spec.true_shape)}"
+    if tuple(value.shape) != member.spec.full_shape:
+        shapes = f"{list(value.shape)}, but the parameter has shape {list(member.spec.full_shape)}"
         raise ValueError(
             f"the {what} of {member.name!r} has shape {shapes}. Load the {what} of a model with equal shapes"
         )

@@ -40,7 +40,7 @@ def to_public_value(value: Any, holder: Holder) -> Any:
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(to_public_value(item, holder) for item in value)
-        shape = holder.true_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
+        shape = holder.global_state_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
         return value if shape is None else sharded(value, holder.state_spec(shape), MutationTracker())
     member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:

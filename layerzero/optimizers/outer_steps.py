@@ -226,7 +226,7 @@ def _describe_own_part(lz_state: LayerZeroState) -> list[object]:
     """Describe this rank's part of the model. Ranks at the same position in each site must have equal descriptions."""
     return [
         [handle.name, handle.mesh_info.shard_index, handle.trainable, str(handle.weights.master.dtype)]
-        + [[member.name, list(member.spec.true_shape), list(member.spec.bounds)] for member in handle.members]
+        + [[member.name, list(member.spec.full_shape), list(member.spec.bounds)] for member in handle.members]
         for handle in lz_state.handles
     ]
 
@@ -422,7 +422,12 @@ class OuterSteps:
         record_writes(gradient for gradient in gradients if gradient is not None)
 
     def _require_usable(self) -> None:
-        """Raise RuntimeError if a view is active, a load has failed, or layouts or trainable handles have changed."""
+        """Raise an error if the parameters are not those that :func:`outer` was called for.
+
+        Raises:
+            RuntimeError: a context such as ``layerzero.unsharded`` is active, a load has failed, the shard boundaries
+                have changed, or parameters have been unfrozen.
+        """
         status = self._lz_state.status
         if status.active_views:
             raise RuntimeError(
@@ -673,7 +678,7 @@ class OuterSteps:
 
 def _divide_handles(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
     """Divide handles, in their order, into fragments of about equal size. The result is the same on all ranks."""
-    sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
+    sizes = [sum(math.prod(member.spec.full_shape) for member in handle.members) for handle in handles]
     return [tuple(handles[index] for index in indices) for indices in divide_into_fragments(sizes, fragments)]
 
 

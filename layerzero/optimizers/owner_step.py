@@ -124,7 +124,7 @@ class OwnedParam:
 
     # State of the parameter
 
-    def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+    def global_state_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the global shape of a state tensor whose shape on the owner is `shape`.
 
         If ranks own different matrices of a stack, the global shape covers all matrices. In this case, return None if
@@ -163,7 +163,10 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def round_buffer_counts(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return the number of buffers, by (numel, dtype), that the rounds of `owned` need at the same time."""
+    """Return the number of buffers, by (numel, dtype), that are in use at the same time in a step of the `owned`.
+
+    Owner groups take their steps one after another and share buffers.
+    """
     maximum: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()

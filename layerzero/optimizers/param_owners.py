@@ -125,7 +125,7 @@ class OwnerTable:
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
-        self._lz_state.pools.scratch.add_expected(round_buffer_counts(self.owned.values()))
+        self._lz_state.pools.scratch.add_predicted(round_buffer_counts(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""
@@ -225,7 +225,7 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
     table.owners = owners
     scratch = _scratch_buffers(lz_state)
-    lz_state.pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
+    lz_state.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     for other_optimizer in lz_state.optimizers:
         other_optimizer.on_layout_change()  # type: ignore[attr-defined]
 

@@ -68,7 +68,7 @@ class OptimizerProxy(Optimizer):
     inner: Optimizer
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer. Derived classes implement this method."""
+        """Call `method`, which is a method of the inner optimizer. Subclasses must override `call_inner`."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

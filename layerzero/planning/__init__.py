@@ -2,7 +2,7 @@
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Candidate, Estimate
-from layerzero.planning.plan_report import LinkComparison, Plan
+from layerzero.planning.plan_report import Plan, SchemeComparison
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import ProbeResult, probe
 from layerzero.planning.site_estimate import SiteEstimate, SiteSettings
@@ -12,9 +12,9 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Estimate",
-    "LinkComparison",
     "Plan",
     "ProbeResult",
+    "SchemeComparison",
     "SiteEstimate",
     "SiteSettings",
     "TransformerShape",

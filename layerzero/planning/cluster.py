@@ -38,9 +38,9 @@ class Cluster:
         launch: time that the host needs to launch a collective, in microseconds.
         steps: number of steps in a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
             log2(n) steps, and ``"ring"`` means n - 1 steps.
-        price: price per accelerator and hour, in any currency, or 0 if the price is unknown.
-        device: ``"cuda"`` or ``"cpu"``. On ``"cuda"``, the backend adds the parts of a reduction. On ``"cpu"``,
-            layerzero adds the parts, as with gloo.
+        price: price per accelerator-hour, in any currency, or 0 if the price is unknown.
+        device: ``"cuda"`` or ``"cpu"``. On ``"cuda"``, the backend computes the sums of a reduction. On
+            ``"cpu"``, layerzero computes them, as with gloo.
         processor_per_byte: processor time that a rank on a CPU needs per byte that it sends, in nanoseconds.
 
     Example::

@@ -50,7 +50,7 @@ class ComputeCost:
         The cost of a block is added to the block's unit. The cost of the head is added to the unit that
         contains the head. `element` is the size of an activation element, in bytes.
         """
-        block_flops = sizes.block_flops(sequence)
+        block_flops = sizes.block_forward_flops_per_token(sequence)
         recomputed = {
             plan.name: block_flops * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans
         }

@@ -1,6 +1,6 @@
 """Shard a model on the meta device, with the same units and padding as :func:`layerzero.shard_model`.
 
-No processes are needed.
+This module also predicts the memory of a rank, including its optimizer state. No processes are needed.
 """
 
 from __future__ import annotations

@@ -286,14 +286,14 @@ def _memory_text(rows: Sequence[Estimate]) -> str:
     """Return an explanation of the names in the memory figure of `rows`."""
     shown = {name for row in rows for name in _memory_parts(row)}
     texts = [
-        f"<strong>{name}</strong>{_kinds_text(name, rows)}: {text}"
+        f"<strong>{name}</strong>{_memory_kind_names(name, rows)}: {text}"
         for name, text in _MEMORY_TEXTS.items()
         if name in shown
     ]
     return f"{'; '.join(texts)}. The names in parentheses are those of <code>layerzero.memory</code>."
 
 
-def _kinds_text(name: str, rows: Sequence[Estimate]) -> str:
+def _memory_kind_names(name: str, rows: Sequence[Estimate]) -> str:
     """Return the kinds of :func:`layerzero.memory` for a name in the memory figure that `rows` of layerzero use."""
     used = {kind for row in rows if row.choice.scheme == LAYERZERO for kind, nbytes in row.memory.items() if nbytes}
     kinds = [kind for kind, shown in _MEMORY_KINDS.items() if shown == name and kind in used and kind != name]
@@ -301,7 +301,10 @@ def _kinds_text(name: str, rows: Sequence[Estimate]) -> str:
 
 
 def _memory_parts(row: Estimate) -> dict[str, float]:
-    """Return the bytes on the device at the peak of a step, by name in the memory figure, without empty parts."""
+    """Return the device memory at the peak of a step, in bytes, keyed by label in the memory figure.
+
+    Kinds that use no memory are omitted.
+    """
     parts = dict.fromkeys(_MEMORY_TEXTS, 0.0)
     for kind, nbytes in row.memory.items():
         if not kind.startswith("host_"):
@@ -373,7 +376,7 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
         points_of_row = [
             (count, at_nodes.step / choice.micro_batches)
             for count in nodes
-            for at_nodes in plan.over_nodes([count], choice)
+            for at_nodes in plan.estimates_by_node_count([count], choice)
         ]
         lines[_line_name(choice)] = points_of_row
     unit, scale = _time_unit(max((step for points in lines.values() for _, step in points), default=0.0))

@@ -33,8 +33,8 @@ from layerzero.utils.text_tables import parameters_text, seconds_text, si_text, 
 __all__ = [
     "COLUMNS_TEXT",
     "HEADER",
-    "LinkComparison",
     "Plan",
+    "SchemeComparison",
     "call_text",
     "count_text",
     "group_size",
@@ -85,7 +85,7 @@ COLUMNS_TEXT = (
 
 
 @dataclass(frozen=True)
-class LinkComparison:
+class SchemeComparison:
     """Comparison of the schemes at one speed of the link between nodes, with the same number of micro-batches.
 
     Attributes:
@@ -190,7 +190,7 @@ class Plan:
             return []
         return list(estimate_sites(self.best, self.estimator.unit_specs(self.best.choice), settings))
 
-    def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
+    def estimates_by_node_count(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.
 
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
@@ -201,7 +201,7 @@ class Plan:
                 yield estimator.estimate(choice)
 
     @cached_property
-    def links(self) -> tuple[LinkComparison, ...]:
+    def links(self) -> tuple[SchemeComparison, ...]:
         """Comparison of the schemes at 50, 200 and 400 Gbit/s per accelerator, and at the cluster's own link speed.
 
         All rows have the number of micro-batches of `best`, or the smallest number if no settings fit. The tuple is
@@ -225,7 +225,7 @@ class Plan:
                 rows[scheme] = simplest_fast_row(
                     estimator.estimate(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
-            comparisons.append(LinkComparison(between, rows))
+            comparisons.append(SchemeComparison(between, rows))
         return tuple(comparisons)
 
     def as_dict(self, *, every_row: bool = False) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Plan:
         ]
         best = self.best
         if best is not None:
-            lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
+            lines += ["memory of the recommended settings, per rank:", _memory_table(best), "", parts_text(best), ""]
             if best.price:
                 lines += [f"price of the cluster: {best.price:,.0f} per day", ""]
         lines += [self.why]
@@ -446,7 +446,7 @@ def speeds_text(plan: Plan) -> str:
     )
 
 
-def _kinds_text(row: Estimate) -> str:
+def _memory_table(row: Estimate) -> str:
     remarks = {"reduce_buffer": "in backward"}
     kinds = [(kind, size_text(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     if (gathered := row.peak - device_bytes(row.memory)) > 0:

@@ -102,7 +102,7 @@ class TransformerShape:
         """Units of the built model: its blocks, and the embedding and the head if they are not tied."""
         return [TransformerBlock] if self.tied else [TransformerBlock, "embed", "head"]
 
-    def block_flops(self, sequence: int) -> float:
+    def block_forward_flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner

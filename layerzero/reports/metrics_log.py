@@ -44,9 +44,9 @@ class Metrics(dict[str, float]):
 
 
 def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> Metrics:
-    """Return this rank's metrics since the last call, by name, for TensorBoard, W&B or a log.
+    """Return this rank's metrics by name, for TensorBoard, W&B or a log.
 
-    If `compare` is False, this function does not communicate.
+    Counters cover the time since the last reset. If `compare` is False, this function does not communicate.
 
     - ``layerzero/memory/KIND``: number of bytes currently allocated. KIND is a kind of memory in
       :class:`layerzero.MemoryReport`.
@@ -54,7 +54,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
       (between replicas), ``control`` (small messages on the CPU), or ``model_parallel`` (such as the tensor-parallel
       axis).
     - ``layerzero/wait_seconds/COLLECTIVE``: number of seconds that the host has waited for ``gather``, ``regather``,
-      ``hop1``, ``hop2``, ``refresh``, ... These waits are close to zero on devices, where streams wait instead. If
+      ``hop1``, ``hop2``, ``refresh``, ... These waits are close to zero on accelerators, where streams wait instead. If
       ranks share memory, ``gather`` is the wait until the other ranks have read the old weights and written the new
       weights.
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: number of steps that the model's optimizers have taken or

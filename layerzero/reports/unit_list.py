@@ -44,7 +44,7 @@ class UnitParameter:
         span, first = member.spec, member.spec.global_slices[0]
         rows = range(first.start, first.stop)
         master = member.master
-        return cls(member.name, span.true_shape, master.dtype, member.sharded.requires_grad, rows, master.numel())
+        return cls(member.name, span.full_shape, master.dtype, member.sharded.requires_grad, rows, master.numel())
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,10 @@ class UninitializedTensor:
 
 @torch.no_grad()
 def fill_sentinel(fresh: Tensor) -> None:
-    """Fill a tensor of any dtype with the sentinel, which is a NaN or an unlikely integer."""
+    """Fill a tensor with the sentinel of its dtype, which is a NaN or an unlikely integer.
+
+    Tensors that cannot contain a sentinel, such as quantized tensors, are not changed.
+    """
     if _can_hold_sentinel(fresh):
         bits = _bits(fresh)
         bits.fill_(_sentinel_of(fresh, bits))

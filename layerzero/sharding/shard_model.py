@@ -360,7 +360,7 @@ def _build(
         traits = transports[site.mesh_info].traits
         rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, rank_traits))
-    pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
+    pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     resources = {
         each: MeshResources(each, transport, pools, _create_refresher(each, config, pools))
         for each, transport in transports.items()

@@ -56,7 +56,7 @@ class TrainingTask:
     micro_batches: int
     seed: int
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """Build the user's model with the random seeds reset, so that all models start with equal weights."""
         _seed(self.seed)
         model = self.model_fn()
@@ -181,7 +181,7 @@ def train_sharded(
     On ranks other than 0, the tensors in the records are empty. All ranks must exhaust the iterator together.
     """
     mesh = init_mesh(zero3_size, device_type)
-    model = task.build()
+    model = task.build_model()
     per_model = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
     model_settings = {name: value(model) if callable(value) else value for name, value in per_model.items()}
     # Use collectives, which detect a wrong order, unless the user sets shared memory. Real runs may use devices.
@@ -216,7 +216,7 @@ def _require_repeatable(task: TrainingTask) -> None:
 def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) -> list[nn.Module]:
     models: list[nn.Module] = []
     for _ in range(world_size):
-        model = task.build()
+        model = task.build_model()
         if any(model is other for other in models):
             raise ValueError("model_fn returned the same object twice. Build a new model in each call")
         models.append(model.to(device))

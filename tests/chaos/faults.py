@@ -133,8 +133,8 @@ def flipped(what: str) -> Callable[[Try, random.Random], str]:
 
 
 NETWORK: dict[str, Callable[[Try, random.Random], str]] = {  # needs root
-    "SIGKILL of all of a node, and torchrun takes a spare: from memory": replaced_from_memory,
-    "SIGKILL of all of a node, and torchrun takes a spare: from a disk": replaced_from_disk,
+    "SIGKILL of all processes on a node, replaced by a spare node, which resumes from memory": replaced_from_memory,
+    "SIGKILL of all processes on a node, replaced by a spare node, which resumes from disk": replaced_from_disk,
     "the cable of a node cut": cut_cable,
     "the cable of a node at 1 %": slow_cable,
 }

@@ -79,7 +79,7 @@ def _two_in_turn(rank: int) -> None:
     with Device().installed() as device:
         pool, side = BufferPool.of(CPU), Stream()
         assert isinstance(pool, DeviceBufferPool)
-        pool.set_expected({(4, torch.float32): 2, (16, torch.float32): 1}, 64 + 16)
+        pool.set_predicted({(4, torch.float32): 2, (16, torch.float32): 1}, 64 + 16)
         addresses = []
         for numel in (16, 4, 4, 4, 4):
             buffer = pool.acquire(numel, torch.float32)
@@ -104,7 +104,7 @@ def _two_in_turn(rank: int) -> None:
             side.use([read], "new memory, which earlier work of the computation may use")
         pool.trim()
         other = BufferPool.of(CPU)
-        other.set_expected({(4, torch.float32): 3}, 32)
+        other.set_predicted({(4, torch.float32): 3}, 32)
         for value in range(3):  # the third one reuses the first one, since there is no room
             buffer = other.acquire(4, torch.float32)
             buffer.fill_(value)

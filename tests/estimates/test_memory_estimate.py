@@ -128,7 +128,7 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
             case = (size, policy, mode, wait, micro_batches)
             with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
-            assert all(count <= pool.expected[size] for size, count in most.items()), (case, most, pool.expected)
+            assert all(count <= pool.predicted[size] for size, count in most.items()), (case, most, pool.predicted)
             _assert_predicted(model, case)
 
 
@@ -190,7 +190,7 @@ def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
             case = (size, policy, wait, micro_batches, settings)
             with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
-            assert all(count <= pool.expected[size] for size, count in most.items()), (case, most, pool.expected)
+            assert all(count <= pool.predicted[size] for size, count in most.items()), (case, most, pool.predicted)
             _assert_predicted(model, case)
 
 
@@ -337,7 +337,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
                     optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            assert all(count <= pool.expected[key] for key, count in most.items()), (size, most, pool.expected)
+            assert all(count <= pool.predicted[key] for key, count in most.items()), (size, most, pool.predicted)
         report = layerzero.memory(model)
         for kind in report.predicted.keys() - {"cached_buffer"}:  # units of one size may be cached in another order
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)

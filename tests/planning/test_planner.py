@@ -671,7 +671,7 @@ def test_more_nodes_need_less_memory_and_no_setting_beats_its_computation_or_its
             assert row.tokens == pytest.approx(4096 * row.choice.micro_batches * cluster.ranks / row.step)
     best = found.best
     assert best is not None
-    held = [sum(row.memory.values()) for row in found.over_nodes((1, 2, 4), best.choice)]
+    held = [sum(row.memory.values()) for row in found.estimates_by_node_count((1, 2, 4), best.choice)]
     assert held[0] > held[1] > held[2]
 
 
@@ -945,7 +945,7 @@ def test_blocks_compute_in_whatever_unit_they_are_and_only_they_compute_again() 
     cluster = Cluster(nodes=2, accelerators=2)
     sizes = TransformerShape(layers=4, hidden=64, vocab=512, heads=2)
     tokens = 128
-    blocks, head = 4 * tokens * sizes.block_flops(tokens), tokens * sizes.root_flops()
+    blocks, head = 4 * tokens * sizes.block_forward_flops_per_token(tokens), tokens * sizes.root_flops()
     speed = cluster.tflops * 1e12
     for units in ([TransformerBlock], _paired, lambda name, module: False):
         for again in (True, False):

@@ -100,7 +100,7 @@ class SharedBufferPool(BufferPool):
         with self._lock:
             idle = self._idle[size]
             buffer = None
-            if idle and self._made[size] >= self.expected.get(size, _USUAL):
+            if idle and self._made[size] >= self.predicted.get(size, _USUAL):
                 buffer = idle.popleft()  # the oldest buffer, which all ranks have most likely read
             else:
                 self._made[size] += 1

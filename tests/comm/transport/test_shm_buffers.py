@@ -39,7 +39,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
     A reader pauses between parts, so that it would notice a buffer that is overwritten too early.
     """
     transport, pool, _model = shared_transport()
-    pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
+    pool.predicted = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
     if breaks == "reuse":  # as soon as this rank has added it itself
