@@ -139,7 +139,7 @@ def _check_ranks_and_get_gradients(
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters, and return the sharded gradients.
 
-    If `with_grads` is False, return an empty dict.
+    If ``options.with_grads`` is False, return an empty dict.
     """
     lz_state.scheduler.recover_interrupted_pass()
     subject, model_ranks, failure = _format_call(options), lz_state.ranks, None
@@ -337,7 +337,7 @@ def _refuse_full_precision(lz_state: LayerZeroState) -> None:
             "layerzero.full_precision was called during a backward, which needs the gathered weights. Call it after "
             "the backward"
         )
-    if extended := [handle.members[0].name for handle in lz_state.handles if handle.extension_bytes is not None]:
+    if extended := [handle.members[0].name for handle in lz_state.handles if handle.extension_memory is not None]:
         raise ValueError(
             f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) has an all-gather "
             "extension, which determines the precision of its gathers. Evaluate inside layerzero.unsharded(model), "

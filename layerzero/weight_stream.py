@@ -157,7 +157,7 @@ class WeightSender:
             lz_state, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes
         )
         versions = {entry.names[0]: entry.handle.weights_version for entry in entries if entry.handle is not None}
-        full, changed = self._agree_on_entries(lz_state, entries, versions, full)
+        full, changed = self._agree_on_entries_to_send(lz_state, entries, versions, full)
         self._is_complete = False
         self.version += 1
         buckets = _buckets(changed, self._bucket_bytes) or [[]]
@@ -169,7 +169,7 @@ class WeightSender:
                     yield self._packet(Version(self._name, self.version, base, index, count), bucket, names_to_keep)
         self._sent_versions, self._is_complete = versions, True
 
-    def _agree_on_entries(
+    def _agree_on_entries_to_send(
         self, lz_state: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
     ) -> tuple[bool, list[_Entry]]:
         """Return whether to send all values, and the entries to send. Both results are the same on all ranks."""
@@ -290,7 +290,7 @@ def _refuse_contexts(lz_state: LayerZeroState, subject: str) -> None:
     Also raise if the model is not usable, for example after a failed load. If the previous pass was interrupted,
     recover from it first.
     """
-    lz_state.scheduler.refuse_passes(subject)
+    lz_state.scheduler.require_no_active_pass(subject)
     lz_state.scheduler.recover_interrupted_pass()
     lz_state.refreshes.require_no_active_use(subject)
     if active := [view.value for view in lz_state.status.active_views if view is not ParamView.EMA]:

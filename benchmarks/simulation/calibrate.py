@@ -71,7 +71,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[ComputeKey], float]
     config = LayerZeroConfig(units=Block, mp_policy=policy, accumulation=case.accumulation)
     with torch.device("meta"):
         model = gpt(plan)
-    units = MetaSharding(model, config).units(config, traits_of(plan.ranks, case.zero3_size, on_device=False))
+    units = MetaSharding(model, config).unit_specs(config, traits_of(plan.ranks, case.zero3_size, on_device=False))
 
     def seconds(phase: str, name: str) -> float:
         return computations((phase, name)) + computations((f"after {phase}", name))

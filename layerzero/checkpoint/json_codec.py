@@ -119,17 +119,17 @@ class Encoder:
         if isinstance(value, PerRank):
             return self._encode_per_rank(value.value, path)
         if isinstance(value, MergedValue):
-            return self._encode_merged(value, path)
+            return self._encode_merged_value(value, path)
         if isinstance(value, Tensor):
-            return self._tensor(value, path)
+            return self._encode_tensor(value, path)
         if type(value) in (dict, OrderedDict, Counter):
-            return self._mapping(value, path)
+            return self._encode_mapping(value, path)
         if type(value) in (list, tuple):
             items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
             self._record_digest(f"{path} (items)", f"{type(value).__name__} of {len(value)}")
             return items if type(value) is list else {"$tuple": items}
         if type(value).__module__ == "numpy":
-            return self._numpy(value, path)
+            return self._encode_numpy(value, path)
         encoded = _encode_leaf(value, path)
         self._record_digest(path, encoded)
         return encoded
@@ -153,7 +153,7 @@ class Encoder:
             )
         return encoded
 
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         encoded = [[key, self.encode(item, f"{path}.{key}")] for key, item in value.items()]
         self._record_digest(f"{path} (keys)", [repr(key) for key in value])
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -161,16 +161,16 @@ class Encoder:
         tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[type(value)]
         return {tag: [[_encode_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
 
-    def _numpy(self, value: Any, path: str) -> Any:
+    def _encode_numpy(self, value: Any, path: str) -> Any:
         if value.ndim == 0:
             return self.encode(value.item(), path)
         try:
             tensor = torch.from_numpy(value.copy())  # copied, because strides may be negative
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from None
-        return {"$ndarray": self._tensor(tensor, path)["$tensor"]}
+        return {"$ndarray": self._encode_tensor(tensor, path)["$tensor"]}
 
-    def _tensor(self, tensor: Tensor, path: str) -> Any:
+    def _encode_tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise TypeError(f"{path}: a {kind} cannot be stored in a safetensors file. Convert or remove the tensor")
@@ -229,7 +229,7 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _encode_merged(self, merged: MergedValue, path: str) -> Any:
+    def _encode_merged_value(self, merged: MergedValue, path: str) -> Any:
         common = self.encode(merged.common, path)
         self._encodes_own = True
         try:

@@ -48,7 +48,7 @@ def on_signal(
     """Set a signal handler that requests a clean exit instead of ending the process.
 
     All data-parallel ranks must call this function from the main thread and then call :meth:`LeaveRequest.asked` at the
-    same points in the loop. It is enough that a single rank receives the signal.
+    same points in the loop. Only one rank needs to receive the signal.
 
     Args:
         signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before ``SIGKILL``.

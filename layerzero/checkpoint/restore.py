@@ -145,7 +145,7 @@ class RestorePlan:
             if not stored_names:
                 self.problems.append(f"missing: {' = '.join(names)}")
             elif isinstance(target, Tensor) and has_inner_tensors(target):
-                self._plan_parts(stored_names, target, stored)
+                self._plan_subclass_tensor(stored_names, target, stored)
             elif isinstance(target, Tensor):
                 self._plan_tensor(stored_names, target, stored)
             else:
@@ -158,7 +158,7 @@ class RestorePlan:
             f"unexpected: {name}" for name in unexpected if not self._names.rank_local_names.is_elsewhere(name)
         ]
 
-    def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
+    def _plan_subclass_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         """Plan the load of all inner tensors of an unsharded subclass tensor. If any does not match, plan none."""
         name, entry = names[0], stored[names[0]]
         if (flattened := flatten_subclass(name, target)) is None:

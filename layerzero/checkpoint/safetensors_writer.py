@@ -21,11 +21,11 @@ __all__ = ["write_items", "write_safetensors"]
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
     """Write all items of a rank's save plan into one safetensors file."""
     items = sorted(
-        items, key=lambda item: -_size_and_dtype(item)[1].itemsize
+        items, key=lambda item: -_shape_and_dtype(item)[1].itemsize
     )  # this order aligns each tensor in the file
     return write_safetensors(
         folder / f"rank-{rank:05d}.safetensors",
-        {item.index.fqn: _size_and_dtype(item) for item in items},
+        {item.index.fqn: _shape_and_dtype(item) for item in items},
         ((_resolve_rows(planner, item),) for item in items),
     )
 
@@ -62,7 +62,7 @@ def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> It
             yield from tensor_bytes(values)
 
 
-def _size_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
+def _shape_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
 

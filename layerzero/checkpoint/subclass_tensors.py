@@ -1,6 +1,6 @@
-"""Store tensors of subclasses, such as quantized weights, as the plain tensors that they consist of.
+"""Store tensor subclasses, such as quantized weights, as their plain inner tensors.
 
-The method ``__tensor_flatten__`` of a class returns these plain tensors and the remaining metadata. A load constructs
+The method ``__tensor_flatten__`` of a class returns these inner tensors and the remaining metadata. A load constructs
 no subclass tensors. The model already has tensors with the same classes and settings, and the load fills the plain
 tensors inside them. Therefore no class is looked up by a name from a file.
 """

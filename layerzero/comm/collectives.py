@@ -154,7 +154,7 @@ class Communicator:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend of `group` for a device type. For example, "cpu:gloo,cuda:nccl" has one backend per type."""
+    """Return the backend that `group` uses for a device type. With "cpu:gloo,cuda:nccl", each type has its own."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
@@ -168,7 +168,7 @@ class Transfer(Protocol):
 
 
 def _wait_for_last(group: HeldGroup) -> None:
-    """Make the current stream of the engine wait for the last collective of `group`."""
+    """Make the current stream wait for the last collective of `group`."""
     events, launched = (group.last_on_stream, group.last_encoded_reduction), group.last_launch
     group.last_on_stream = group.last_encoded_reduction = group.last_launch = None
     for event in events:

@@ -113,8 +113,8 @@ class RefreshInput:
 
 
 @dataclass
-class _Refresh:
-    """Refresh that has buffers."""
+class _RefreshState:
+    """State of one encoded refresh in the background threads: its input, its handle for callers, and its messages."""
 
     given: RefreshInput
     pending: PendingRefresh
@@ -161,7 +161,7 @@ class EncodedRefresher:
 
     def launch(self, given: RefreshInput) -> PendingRefresh:
         """Start a refresh. All ranks along the replica axis must call this method for the same units in one order."""
-        refresh = _Refresh(given, PendingRefresh(self._comm, given.name))
+        refresh = _RefreshState(given, PendingRefresh(self._comm, given.name))
         self._comm.held_group.track(refresh.pending)
         self._decoding.start()
         self._encoding.run(partial(self._start, refresh))
@@ -172,19 +172,19 @@ class EncodedRefresher:
         for stream in (self._encoding, self._decoding):
             stream.thread.end()
 
-    def _start(self, refresh: _Refresh) -> None:
+    def _start(self, refresh: _RefreshState) -> None:
         self._free.acquire()
         if self._try_operation(refresh, self._send):
             self._decoding.run(partial(self._finish, refresh))
         else:
             self._free.release()
 
-    def _finish(self, refresh: _Refresh) -> None:
+    def _finish(self, refresh: _RefreshState) -> None:
         if self._try_operation(refresh, self._receive):
             refresh.pending.finished.set_result(None)
         self._free.release()
 
-    def _try_operation(self, refresh: _Refresh, operation: Callable[[_Refresh], None]) -> bool:
+    def _try_operation(self, refresh: _RefreshState, operation: Callable[[_RefreshState], None]) -> bool:
         """Run an operation and return whether it succeeded. The program raises the error when it waits."""
         try:
             if self._failure is not None:
@@ -196,7 +196,7 @@ class EncodedRefresher:
             return False
         return True
 
-    def _send(self, refresh: _Refresh) -> None:
+    def _send(self, refresh: _RefreshState) -> None:
         """Update and encode this rank's part, exchange message sizes and digests, and launch the gather of messages."""
         inputs, rank = refresh.given, self._comm.rank
         own_part = torch.split(inputs.shard, inputs.sizes)[rank]
@@ -230,7 +230,7 @@ class EncodedRefresher:
         for buffer in (new, message):  # the launch has copied the message
             self._pool.release(buffer)
 
-    def _require_equal(self, refresh: _Refresh) -> None:
+    def _require_equal(self, refresh: _RefreshState) -> None:
         """Raise RuntimeError if the digests of the previous weights differ."""
         if len({old_digest for _, _, old_digest in refresh.headers}) > 1:
             digests = ", ".join(
@@ -244,7 +244,7 @@ class EncodedRefresher:
                 "memory of these machines"
             )
 
-    def _receive(self, refresh: _Refresh) -> None:
+    def _receive(self, refresh: _RefreshState) -> None:
         """Wait for the messages and decode them."""
         assert refresh.works is not None and refresh.received is not None
         self._wait(refresh.works)

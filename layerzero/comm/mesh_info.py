@@ -313,7 +313,15 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise TypeError or ValueError unless `mesh` is a DeviceMesh of only data-parallel ranks, in ascending order."""
+    """Check that `mesh` can be used for sharding.
+
+    The mesh must have one or two axes, all of them data-parallel, with the replica axis first. Its ranks must be in
+    ascending order and include this rank.
+
+    Raises:
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: `mesh` does not meet one of these conditions.
+    """
     if not isinstance(mesh, DeviceMesh):
         way_out = "create it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")

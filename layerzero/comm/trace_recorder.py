@@ -71,7 +71,7 @@ class TraceRecorder:
         its process group expires.
         """
         deadline = time.monotonic() + seconds
-        while any(trace.completed is None for trace in self.flying) and time.monotonic() < deadline:
+        while any(trace.completion_time is None for trace in self.flying) and time.monotonic() < deadline:
             time.sleep(_NAP)
 
 
@@ -93,7 +93,7 @@ class CollectiveTrace:
         self._recorder = observer.recorder
 
     @property
-    def completed(self) -> Any:
+    def completion_time(self) -> Any:
         """Completion time, or None if the collective is not known to be complete."""
         done = self._works and len(self._completions) == self._works
         return (max(self._completions) if self._works > 1 else self._completions[0]) if done else None
@@ -161,7 +161,7 @@ class _OpenSpan:
 
 
 class TraceDispatcher:
-    """Dispatcher that forwards the engine's operations to a trace and to torch's profiler.
+    """Object that reports the engine's operations to a trace and to torch's profiler.
 
     While neither a trace nor the profiler is active, the only overhead is reading two attributes.
     """

@@ -61,10 +61,11 @@ class BufferPool:
     """Pool of flat buffers in host memory that are reused by size and dtype.
 
     In the steady state, the pool allocates no memory. All predicted buffers of a size are allocated together, and the
-    buffer that was released last is reused first. Unused buffers then occupy address space but no memory. The pool
-    allocates more buffers if needed. :meth:`of` returns a pool for any device.
+    buffer that was released last is reused first. Buffers that were never used then occupy address space but no memory.
+    The pool allocates more buffers if needed. :meth:`of` returns a pool for any device.
 
     Args:
+        device: device of the buffers.
         predicted: number of buffers that may be in use at the same time, by size.
 
     Attributes:

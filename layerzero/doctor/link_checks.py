@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from layerzero.device.accelerator import default_device_type
 from layerzero.doctor.environment_checks import whole_number
 from layerzero.doctor.findings import Finding
-from layerzero.doctor.rank_checks import RankReport, check_nodes, check_ranks, merge_findings, node_size, rank_names
+from layerzero.doctor.rank_checks import RankReport, check_nodes, check_ranks, format_ranks, merge_findings, node_size
 from layerzero.planning.probe import ProbeResult, probe
 from layerzero.reports.memory_and_traffic import traffic
 from layerzero.sharding.closing import close
@@ -131,7 +131,7 @@ class Job:
         return {rank: self._texts.get(key).decode() for rank, key in keys.items() if self._texts.check([key])}
 
     def _late_ranks(self, ranks: Collection[int], group: str) -> Finding:
-        text = f"{rank_names(ranks)} did not take part within {2 * self.timeout.total_seconds():g} s"
+        text = f"{format_ranks(ranks)} did not take part within {2 * self.timeout.total_seconds():g} s"
         return Finding(group, "problem", text, "Read the last output of each. If they need more time, pass --timeout")
 
 
@@ -162,12 +162,12 @@ def _check_transports(outcomes: Mapping[int, tuple[str, str]]) -> list[Finding]:
     for error in dict.fromkeys(error for error, _ in outcomes.values() if error):
         ranks = [rank for rank, (other, _) in outcomes.items() if other == error]
         fix = "Correct the problems above first. The network between the nodes must let all ports through"
-        findings.append(Finding(_GROUP, "problem", f"{rank_names(ranks)} could not communicate: {error}", fix))
+        findings.append(Finding(_GROUP, "problem", f"{format_ranks(ranks)} could not communicate: {error}", fix))
     transports = {transport for _, transport in outcomes.values() if transport}
     if transports == {"shared_memory"}:
         findings.append(Finding(_GROUP, "ok", "the ranks of a node share memory for weights and gradients"))
     elif transports:
         ranks = [rank for rank, (_, transport) in outcomes.items() if transport != "shared_memory"]
-        text = f"{rank_names(ranks)} use collectives, because the ranks of a node cannot share memory"
+        text = f"{format_ranks(ranks)} use collectives, because the ranks of a node cannot share memory"
         findings.append(Finding(_GROUP, "note", text, "The log of the first of these ranks has the reason"))
     return findings

@@ -20,7 +20,7 @@ from layerzero.doctor.host_checks import device_names
 from layerzero.doctor.package_checks import installed_versions
 from layerzero.utils.machine import boot_id
 
-__all__ = ["RankReport", "check_nodes", "check_ranks", "merge_findings", "node_size", "rank_names"]
+__all__ = ["RankReport", "check_nodes", "check_ranks", "format_ranks", "merge_findings", "node_size"]
 
 _GROUP = "ranks"
 _SHOWN = 8  # maximum number of nodes listed in one line
@@ -94,7 +94,7 @@ def _device_uuid(kind: str, local_rank: int) -> str:
     return str(getattr(properties, "uuid", "") or "")
 
 
-def rank_names(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return text such as ``rank 3`` or ``ranks 0-3, 8``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -113,7 +113,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
         ranks_of = _group_ranks({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
-            values = " and ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
+            values = " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_of.items())
             fix = "" if level == "note" else f"Use the same {name} on all ranks"
             findings.append(Finding(_GROUP, level, f"{name} differs: {values}", fix))
     return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
@@ -137,28 +137,28 @@ def node_size(reports: Mapping[int, RankReport]) -> int | None:
 def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Check which ranks run on which node, and compare this with LOCAL_WORLD_SIZE and with the devices."""
     nodes = _group_ranks({rank: report.host for rank, report in reports.items()})
-    placements = [f"{rank_names(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
+    placements = [f"{format_ranks(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
     placements += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
     findings = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(placements)}")]
     sizes = _group_ranks({rank: report.local_world_size for rank, report in reports.items()})
     if len(sizes) > 1:
-        sizes_text = " and ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
+        sizes_text = " and ".join(f"{size or 'not set'} on {format_ranks(ranks)}" for size, ranks in sizes.items())
         fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
         findings.append(Finding(_GROUP, "problem", f"LOCAL_WORLD_SIZE differs: {sizes_text}", fix))
     for host, ranks in nodes.items():
         name = host.split()[0]
         local_sizes = {reports[rank].local_world_size for rank in ranks}
         if len(sizes) == 1 and local_sizes != {len(ranks)} and local_sizes != {None}:
-            text = f"LOCAL_WORLD_SIZE is {local_sizes.pop()}, but {name} has {len(ranks)}: {rank_names(ranks)}"
+            text = f"LOCAL_WORLD_SIZE is {local_sizes.pop()}, but {name} has {len(ranks)}: {format_ranks(ranks)}"
             fix = f"Start one torchrun per node with --nproc-per-node {len(ranks)}, or pass zero3_size={len(ranks)}"
             findings.append(Finding(_GROUP, "problem", text, fix))
         if ranks[-1] - ranks[0] != len(ranks) - 1:
-            names = rank_names(ranks)
+            names = format_ranks(ranks)
             text = f"{name} has {names}, but weights are sharded over consecutive ranks, so gathers cross nodes"
             findings.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
         devices = _group_ranks({rank: reports[rank].device for rank in ranks if reports[rank].device})
         for shared in (sharing for sharing in devices.values() if len(sharing) > 1):
-            text = f"{rank_names(shared)} use the same device of {name}"
+            text = f"{format_ranks(shared)} use the same device of {name}"
             fix = "Start one rank per device, and call torch.accelerator.set_device_index(LOCAL_RANK)"
             findings.append(Finding(_GROUP, "problem", text, fix))
     return findings
@@ -181,5 +181,5 @@ def merge_findings(reports: Mapping[int, RankReport]) -> list[Finding]:
         elif len(ranks) == len(reports):
             merged.append(finding)
         else:
-            merged.append(Finding(finding.group, finding.level, f"{rank_names(ranks)}: {finding.text}", finding.fix))
+            merged.append(Finding(finding.group, finding.level, f"{format_ranks(ranks)}: {finding.text}", finding.fix))
     return merged

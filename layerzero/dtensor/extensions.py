@@ -206,7 +206,7 @@ class ExtendedGather:
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
             self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/weight_storage.py
-                self._rows_of(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
+                self._without_padding(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
                 for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
             )
             self._launch(inputs, label, Collective.UNSHARD).wait()
@@ -220,7 +220,7 @@ class ExtendedGather:
         return (*self._received_bytes, *self._made_bytes)
 
     @property
-    def extension_bytes(self) -> GatheredBytes:
+    def extension_memory(self) -> GatheredBytes:
         return GatheredBytes(self._received_bytes, self._made_bytes)
 
     @property
@@ -274,9 +274,9 @@ class ExtendedGather:
     def _all_storages(self) -> list[UntypedStorage]:
         return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
 
-    def _rows_of(self, output: Tensor, each: int) -> Tensor:
-        """Return the received rows, without padding, of an input that has `each` rows per rank."""
-        return output[: self._shape[0]] if each == self._local.shape[0] else output
+    def _without_padding(self, output: Tensor, rows_per_rank: int) -> Tensor:
+        """Return a gathered input without its padding, if each rank has sent as many rows as its shard has."""
+        return output[: self._shape[0]] if rows_per_rank == self._local.shape[0] else output
 
     def _gather_inputs(self) -> tuple[Sequence[Tensor], Any]:
         extension, arguments = self._extension, (self._mesh,)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
-from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_collective
+from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["LocalShard", "local_shard", "plain"]
@@ -49,7 +49,7 @@ class LocalShard(torch.Tensor):
         shard = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in COLLECTIVES:
             _accessible_rows(shard)  # an access error takes precedence
-            refuse_collective(func, args, shard.spec)
+            refuse_uneven_collective(func, args, shard.spec)
         _refuse_misaligned(func, shard, args, kwargs)
         _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():

@@ -139,7 +139,7 @@ class ModelParallelSpec:
             return None
         return placement.dim % len(self.shape)
 
-    def place_on(self, axis: int) -> int:
+    def coordinate_on(self, axis: int) -> int:
         """Return this rank's coordinate on an axis."""
         return self._coordinate[axis]
 

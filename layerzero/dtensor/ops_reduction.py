@@ -29,7 +29,7 @@ from layerzero.dtensor.op_errors import row_move_message
 from layerzero.dtensor.ops_random import is_in_trunc_normal
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_collective"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_uneven_collective"]
 
 COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
@@ -59,7 +59,7 @@ class PartialScalar(torch.Tensor):
         if func._schema.name == "aten::_local_scalar_dense" and not is_in_trunc_normal(sys._getframe(1)):
             raise RuntimeError(_partial_value_message(part))
         if func.namespace in COLLECTIVES:
-            refuse_collective(func, args, part.spec)
+            refuse_uneven_collective(func, args, part.spec)
         with torch._C._DisableTorchDispatch():
             output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -184,7 +184,7 @@ def _highest(dtype: torch.dtype) -> float | bool:
     return dtype is torch.bool or torch.iinfo(dtype).max
 
 
-def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
+def refuse_uneven_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
     """Raise an error if a torch collective assumes that all ranks have the same number of rows.
 
     Args:

@@ -27,7 +27,7 @@ def call_with_hooks(
 ) -> Any:
     """Call `method` of a module between the hooks `before` and `after`, and return the result of `after`.
 
-    If `method` raises, `after` receives None as the output.
+    If `before` or `method` raises, `after` receives None as the output, and the error is raised again.
     """
     try:
         args, kwargs = before(self, args, kwargs)

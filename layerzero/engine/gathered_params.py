@@ -37,7 +37,7 @@ class MainGradParameter(nn.Parameter):
 
     @property
     def main_grad(self) -> Tensor:
-        """Full gradient accumulated so far, with the master's dtype (fp32) and the parameter's shape.
+        """Full gradient accumulated so far, in the master's dtype (usually fp32) and the parameter's shape.
 
         Kernels add gradients to this tensor.
 

@@ -48,7 +48,7 @@ class GradAttribute:
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
         guesses = not agreed and self.gradients.may_have_peer_contributions
-        forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
+        forbidden = _UNREDUCED if self.gradients.has_unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.PUBLISHED:
                 may_be_used = guesses and member.gathered.requires_grad
@@ -98,7 +98,7 @@ class GradAttribute:
         if dropped:
             gradients.drop(dropped)
         for slot, member, gradient in replaced:
-            if gradients.usage[slot] and gradients.unreduced:
+            if gradients.usage[slot] and gradients.has_unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             if gradients.is_used(slot):
                 gradients.replace_rows(slot, plain(gradient))

@@ -1,4 +1,4 @@
-"""Manage a handle: the parameters of a unit that share one flat order, with their weights and gradients."""
+"""Manage a handle, which is a group of parameters of one unit that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ class Handle:
         self._free_full()
 
     @property
-    def extension_bytes(self) -> GatheredBytes | None:
+    def extension_memory(self) -> GatheredBytes | None:
         """Memory that the gathered parameter uses if its class has an all-gather extension, otherwise None."""
-        return self._gathered_params.extension_bytes if isinstance(self._gathered_params, ExtendedGather) else None
+        return self._gathered_params.extension_memory if isinstance(self._gathered_params, ExtendedGather) else None
 
     @property
     def trainable(self) -> bool:
@@ -222,12 +222,12 @@ class Handle:
             return
         if self.full_precision is not None:
             self.full_precision.gather()
-            weights.begin_gather(None)
+            weights.record_gather_launched(None)
         elif isinstance(self._gathered_params, ExtendedGather):
             weights.finish_refresh()
-            weights.begin_gather(self._gathered_params.gather(name=self.label))
+            weights.record_gather_launched(self._gathered_params.gather(name=self.label))
         else:
-            weights.begin_gather(weights.launch_gather())
+            weights.record_gather_launched(weights.launch_gather())
 
     def wait(self) -> None:
         """Wait for the gather and fill the gathered parameters."""
@@ -239,7 +239,7 @@ class Handle:
             self.weights.wait_gather()
             self.weights.finish_refresh()
             self._gathered_params.fill(self.weights.pool)
-        self.weights.end_gather()
+        self.weights.record_gathered()
 
     def reshard(self) -> None:
         """Free the full buffer. The next gather refills the storage of views that autograd has saved.
@@ -256,9 +256,9 @@ class Handle:
             self.full_precision.free()
         self._version = self._gathered_params.version
         self._free_full()
-        self.weights.end_use()
+        self.weights.record_sharded()
         if edited:
-            self.weights.buffer.drop_post_forward()
+            self.weights.buffer.drop_post_forward_shard()
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward, a hook, or an "
                 "embedding with max_norm). The change would be lost"
@@ -345,7 +345,7 @@ class Handle:
         self._invalidate_old_graphs()
 
     def _invalidate_old_graphs(self) -> None:
-        self.weights.buffer.drop_post_forward()  # it contains the old weights
+        self.weights.buffer.drop_post_forward_shard()  # it contains the old weights
         self._gathered_params.bump_version()
         self._version = self._gathered_params.version
 

@@ -224,7 +224,7 @@ class HandleGradients:
         return self.buffers[self.spec.incoming_extent]
 
     @property
-    def unreduced(self) -> bool:
+    def has_unreduced(self) -> bool:
         """True if the accumulator has contributions that have not been reduced into the final gradient."""
         return self.accumulator is not self.final and not self.accumulator.empty
 
@@ -311,7 +311,7 @@ class HandleGradients:
         self.pending_slots.end()
         return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
 
-    def reduce_accumulated(self) -> HandleReduction | None:
+    def create_accumulated_reduction(self) -> HandleReduction | None:
         """Create the reduction that adds the gradients accumulated inside no_sync to the final gradient.
 
         Return None if no collective is needed.

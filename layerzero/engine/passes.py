@@ -26,25 +26,25 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"
 class UnitCall:
     """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""
 
-    __slots__ = ("__weakref__", "_position", "callers", "first_node", "forward", "unit")
+    __slots__ = ("__weakref__", "_position", "callers", "first_node", "forward_pass", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # enclosing calls, outermost first
-        self.forward: ForwardPass | None = None  # forward pass that records this call in `returned`
+        self.forward_pass: ForwardPass | None = None  # forward pass that records this call in `returned`
         self.first_node = 0  # autograd's number of the first node that the forward of the unit creates
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:
         """Append this call to `forward.returned`, the list of calls in the order in which they returned."""
-        self.forward, self._position = forward, len(forward.returned)
+        self.forward_pass, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
         forward.first.setdefault(self.unit, self._position)
 
     @property
     def _returned_calls(self) -> list[weakref.ref[UnitCall]]:
         """All calls in the forward pass, in the order in which they returned. The graph keeps the calls alive."""
-        return self.forward.returned if self.forward is not None else []
+        return self.forward_pass.returned if self.forward_pass is not None else []
 
     @property
     def next_call(self) -> UnitCall | None:
@@ -57,12 +57,12 @@ class UnitCall:
 
     def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
-        return self.forward is not None and self.forward is use.forward and self._position < use.place
+        return self.forward_pass is not None and self.forward_pass is use.forward_pass and self._position < use.place
 
     def is_after(self, call: UnitCall) -> bool:
         """Return whether this call began after `call` had returned, in the same forward pass."""
-        is_later = self.forward is not None and self.forward is call.forward and self._position > call._position
-        return is_later and self not in call.callers
+        same_pass = self.forward_pass is not None and self.forward_pass is call.forward_pass
+        return same_pass and self._position > call._position and self not in call.callers
 
     def ended_handles(self) -> Iterator[Handle]:
         """Yield the handles whose units receive no more gradients once the backward pass of this call begins.
@@ -71,7 +71,7 @@ class UnitCall:
         of the next call, and nodes of uses outside of forward passes between the two calls. If units are on several
         meshes, the last call in the graph also yields the handles of units that the forward pass did not call.
         """
-        forward, next_call = self.forward, self.next_call
+        forward, next_call = self.forward_pass, self.next_call
         for position, units in () if forward is None else forward.uses:
             if self._position < position and (next_call is None or position <= next_call._position):
                 assert forward is not None
@@ -89,8 +89,8 @@ class UnitCall:
     @property
     def is_last_in_backward(self) -> bool:
         """True if no other call or use of the unit follows in the backward pass."""
-        assert self.forward is not None
-        return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
+        assert self.forward_pass is not None
+        return not self.forward_pass.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding_calls(self, count: int | None) -> Sequence[UnitCall]:
         """Return the last `count` calls on the same mesh before this call, latest first.
@@ -192,7 +192,7 @@ class GatheredUse:
             forward.uses.append((self.place, units))
 
     @property
-    def forward(self) -> ForwardPass | None:
+    def forward_pass(self) -> ForwardPass | None:
         return None if self._forward is None else self._forward()
 
     @property

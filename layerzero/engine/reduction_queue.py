@@ -97,7 +97,7 @@ class ReductionQueue:
         for gradients in self.order:
             self.wait_until_writable(gradients)
             self._reducing.append(gradients)
-            self._start_reduction(gradients.reduce_accumulated())
+            self._start_reduction(gradients.create_accumulated_reduction())
         self.wait_for_in_flight()
 
     def wait_for_in_flight(self) -> None:

@@ -232,7 +232,7 @@ class Scheduler(Closable):
             output, awaits_backward = self._hook_outputs(call, output)
         if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
-            unit.keep_post_forward(self._forward)
+            unit.keep_post_forward_shard(self._forward)
         if not (awaits_backward and self._stays_gathered(unit)) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.next_units(1) == [unit]:
                 self._forward.still_gathered = unit
@@ -372,7 +372,7 @@ class Scheduler(Closable):
                     if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
 
-    def refuse_passes(self, what: str) -> None:
+    def require_no_active_pass(self, what: str) -> None:
         """Raise RuntimeError if a pass is in progress. `what` names the refused call."""
         if in_backward() or any(is_called(call.unit.modules) for call in self._running):
             raise RuntimeError(
@@ -540,7 +540,7 @@ class Scheduler(Closable):
             backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-            if call.forward is not None and call.is_last_in_backward:
+            if call.forward_pass is not None and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
@@ -548,7 +548,7 @@ class Scheduler(Closable):
         gathered_calls = earlier_calls if backward is None else backward.gathered_calls
         pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in gathered_calls]
         if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
-            call.unit.end_backward(() if pending_calls else {call.forward} - {None})
+            call.unit.end_backward(() if pending_calls else {call.forward_pass} - {None})
 
     def _defer_end_to_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
         """If a reentrant checkpoint runs a nested backward pass, schedule the call to end when that pass ends.
@@ -637,10 +637,10 @@ class Scheduler(Closable):
         backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
-        finished = {call.forward for call in backward.gathered_calls} - {None}
+        finished = {call.forward_pass for call in backward.gathered_calls} - {None}
         for unit in self._units:
             if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
-                unit.drop_post_forward(finished) if self.is_held(unit) else unit.end_backward(finished)
+                unit.drop_post_forward_shard(finished) if self.is_held(unit) else unit.end_backward(finished)
         self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None
         if backward.requires_gradient_sync:

@@ -102,7 +102,7 @@ class Unit:
         for handle in self.handles:
             handle.gather()
 
-    def keep_post_forward(self, forward: object) -> None:
+    def keep_post_forward_shard(self, forward: object) -> None:
         """Keep a post-forward shard for the backward pass of `forward`, if the unit uses post-forward shards.
 
         Call this method before resharding.
@@ -111,7 +111,7 @@ class Unit:
             return
         self._kept_for = weakref.ref(forward)
         for handle in self.handles:
-            handle.weights.buffer.keep_post_forward()
+            handle.weights.buffer.keep_post_forward_shard()
 
     def reshard(self) -> None:
         for handle in self.handles:
@@ -190,11 +190,11 @@ class Unit:
     def release(self, passed: Collection[object] | None = None) -> None:
         """Install the sharded parameters in the modules and free the full buffer and the post-forward shard.
 
-        See :meth:`drop_post_forward` for `passed`.
+        See :meth:`drop_post_forward_shard` for `passed`.
         """
         self.show_sharded()
         self.reshard()
-        self.drop_post_forward(passed)
+        self.drop_post_forward_shard(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
         """Release the unit after a backward pass. Keep the full buffer if `reshard_after_backward` is False."""
@@ -202,12 +202,12 @@ class Unit:
             self.release(passed)
         else:
             self.show_sharded()
-            self.drop_post_forward(passed)
+            self.drop_post_forward_shard(passed)
 
-    def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
+    def drop_post_forward_shard(self, passed: Collection[object] | None = None) -> None:
         """Free the post-forward shard if the forward pass that kept it is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
-            handle.weights.buffer.drop_post_forward()
+            handle.weights.buffer.drop_post_forward_shard()
 
     def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:

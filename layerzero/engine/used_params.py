@@ -69,8 +69,10 @@ class UsedParamMap:
 
         Args:
             own: usage bytes of this rank, in its local order.
-            extra_digests: digests to send along each control communicator of the model, uint8 [n] each.
-            is_known: True if `own` is already the maximum over all ranks.
+            extra_digests: one tensor for each control communicator of the model, uint8 [n]. It is sent only along this
+                communicator.
+            is_known: True if `own` is already the maximum over all ranks. Messages along one axis then do not wait for
+                those along the previous axis.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), extra_digests, is_known=is_known)
         several_axes = any(len(group.comms) > 1 for group in self._groups)
@@ -125,7 +127,7 @@ class PendingUse:
             message_bytes = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
             message_bytes[group.places] = own[group.own]
             self._to_send.append(message_bytes)
-        self._send_along_axis(0)
+        self._launch_gathers_along_axis(0)
 
     def reserve(self) -> None:
         """Reserve the communicators of all axes except the first for :meth:`relay_in_background`.
@@ -149,7 +151,7 @@ class PendingUse:
     def relay(self) -> None:
         """Send the message of this rank along the remaining axes, one by one. Wait for earlier axes if necessary."""
         for axis in range(1, max(len(group.comms) for group in self._groups)):
-            self._send_along_axis(axis)
+            self._launch_gathers_along_axis(axis)
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -182,7 +184,7 @@ class PendingUse:
             maximum[group.own] = self._to_send[index][group.places]
         return bytes(maximum.tolist())
 
-    def _send_along_axis(self, axis: int) -> None:
+    def _launch_gathers_along_axis(self, axis: int) -> None:
         for index, (group, gathers) in enumerate(zip(self._groups, self._gathers, strict=True)):
             if len(gathers) != axis or axis >= len(group.comms):
                 continue

@@ -242,7 +242,7 @@ class WeightStorage:
     # Gather and reshard
 
     def launch_gather(self) -> Waitable | None:
-        """Launch the gather of the full buffer and return it for :meth:`begin_gather`, or None if no wait is needed."""
+        """Launch the gather of the full buffer. Return it, or None if there is nothing to wait for."""
         if self.buffer.gather_waits_for_refresh:
             assert not isinstance(self._refreshing, PendingRefresh)  # devices refuse encoded refreshes
             return self.buffer.gather(name=self.label, after=self._refreshing)
@@ -250,22 +250,22 @@ class WeightStorage:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)
 
-    def begin_gather(self, pending: Waitable | None) -> None:
+    def record_gather_launched(self, pending: Waitable | None) -> None:
         """Record that the gather `pending` was launched. None means that there is nothing to wait for."""
         self._set_state(GatherState.GATHERING)
         self._gathering = pending
 
     def wait_gather(self) -> None:
-        """Wait for the gather. The state changes in :meth:`end_gather`."""
+        """Wait for the gather, if one is in flight. The gather state does not change before :meth:`record_gathered`."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise an error
             gathering.wait()
 
-    def end_gather(self) -> None:
+    def record_gathered(self) -> None:
         """Record that the gathered parameters contain the gathered values."""
         self._set_state(GatherState.GATHERED)
 
-    def end_use(self) -> None:
+    def record_sharded(self) -> None:
         """Record that the unit no longer uses the gathered parameters and that their memory was freed."""
         self._set_state(GatherState.SHARDED)
 

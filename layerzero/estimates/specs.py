@@ -69,7 +69,7 @@ class HandleSpec:
     extension: GatheredBytes | None = None  # memory that the all-gather extension of the handle's only parameter uses
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
-        """Return whether hop 1 sends from an accumulator that has permanent memory on this rank."""
+        """Return whether hop 1 sends directly from an accumulator that stays allocated between steps."""
         return self.reduction_spec.sends_accumulator and not config.offload_grads
 
     @property
@@ -160,7 +160,7 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                     handle.weights.buffer.encoded_bytes,
                     handle.weights.refresher is not None,
                     handle.gradients is not None and handle.gradients.final.storage.nbytes > 0,
-                    handle.extension_bytes,
+                    handle.extension_memory,
                 )
                 for handle in unit.handles
             ),

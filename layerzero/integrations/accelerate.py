@@ -196,7 +196,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients to `max_norm` and return their norm over all ranks.
+        """Clip the norm of the gradients over all ranks to `max_norm`, and return the norm before clipping.
 
         If `parameters` are exactly the parameters of a sharded model, the method calls
         :func:`layerzero.clip_grad_norm_`.
@@ -262,9 +262,9 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         The user's hooks still receive all models.
 
         Args:
-            hooks: name of the attribute with the registered hooks. Accelerate passes the folder only to hooks. Inside
-                the context, a single hook therefore replaces the user's hooks. The hook calls the user's hooks, then
-                `act`.
+            hooks: name of the attribute with the registered hooks. Inside the context, a single hook replaces the
+                user's hooks. It calls the user's hooks, then `act`. A hook is necessary because Accelerate passes the
+                folder only to hooks.
             act: ``act(path, model, optimizer)`` saves or loads one layerzero checkpoint.
         """
         models, optimizers, registered, checkpoints = (

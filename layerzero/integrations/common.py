@@ -1,4 +1,4 @@
-"""Shared helpers of the integrations: settings, sharding of a model, dtypes of Lightning's precisions."""
+"""Helpers of several integrations, which merge settings, shard models and find their sharded parameters."""
 
 from __future__ import annotations
 

@@ -182,7 +182,9 @@ class FlatLayout:
 def plan_layouts(
     params: Sequence[tuple[str, tuple[int, ...]]], *, num_shards: int, align: int
 ) -> tuple[FlatLayout, ...]:
-    """Plan as few layouts as possible that meet the bound in [Note: Bound on the shard length].
+    """Plan layouts that meet the bound in [Note: Bound on the shard length].
+
+    The result is a single layout if the search finds one. Otherwise, parameters are split by row length.
 
     The result depends only on the arguments, so all ranks plan the same layouts.
 

@@ -29,7 +29,7 @@ def refuse_nonfinite(chunks: Iterable[Any], groups: ProcessGroups) -> None:
         f"rank {rank}: {text}"
         for chunk in chunks
         if chunk.own_gradients
-        for text in chunk.own_gradients.describe_nonfinite()
+        for text in chunk.own_gradients.nonfinite_messages()
     ]
     final = []
     for chunk in chunks:

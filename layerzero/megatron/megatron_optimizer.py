@@ -97,7 +97,7 @@ class ShardedMegatronOptimizer:
             for chunk, sharded in zip(self.model_chunks, self.sharded, strict=True)
         ]
         self._device = get_state(self.model_chunks[0]).mesh_info.device
-        self.grad_scaler: Any = _grad_scaler(config)
+        self.grad_scaler: Any = _create_grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         trains = torch.full_like(self._one, float(any(self.sharded)))
         if self._scale_adapts:
@@ -397,7 +397,7 @@ class ShardedMegatronOptimizer:
 _ZERO = torch.zeros(1)  # first entry of the lists of gradients, which must not be empty
 
 
-def _grad_scaler(config: Any) -> Any:
+def _create_grad_scaler(config: Any) -> Any:
     """Return Megatron's own grad scaler if `config` uses fp16 or a constant loss scale, otherwise None."""
     if not config.loss_scale and not config.fp16:
         return None

@@ -74,7 +74,7 @@ class _CommonState(NamedTuple):
 
     groups: list[dict[str, Any]]
     steps: set[float]
-    in_16_bits: bool
+    stores_masters: bool
 
 
 # Saving, and allocating memory for a load
@@ -127,13 +127,13 @@ def sharded_states(
         averaged = next(
             (int(chunk_optimizer.ema.n_averaged) for chunk_optimizer in pairs if chunk_optimizer.ema is not None), None
         )
-        in_16_bits = any(
-            _has_16_bit_weights(member)
+        stores_masters = any(
+            _master_dtype_differs(member)
             for chunk_optimizer in pairs
             for member in get_state(chunk_optimizer.chunk).members.values()
         )
         common = _CommonState(
-            _merge_groups([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, in_16_bits
+            _merge_groups([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, stores_masters
         )
     except Exception as error:
         failure = error
@@ -147,7 +147,7 @@ def sharded_states(
     of_members: dict[str, Any] = {_TENSORS: tensors} if tensors else {}
     if averaged is not None:
         of_members[_AVERAGE] = {"n_averaged": averaged}
-    if kind is None and not common.in_16_bits:
+    if kind is None and not common.stores_masters:
         return {**inner, **of_members}
     state = {"optimizer": inner, **of_members}
     if grad_scaler is not None:
@@ -187,7 +187,7 @@ def _tensors(
                 rows = _rows_of_state(member, state.get(member.name, None if example_state else {}), steps)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
-            if kind is not None or _has_16_bit_weights(member):
+            if kind is not None or _master_dtype_differs(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
             global_param = described[member.name]
@@ -253,7 +253,7 @@ def _merge_over_ranks(common: _CommonState, group: dist.ProcessGroup) -> _Common
     return _CommonState(
         _merge_groups([rank_common.groups for rank_common in gathered]),
         steps,
-        any(rank_common.in_16_bits for rank_common in gathered),
+        any(rank_common.stores_masters for rank_common in gathered),
     )
 
 
@@ -419,7 +419,7 @@ def _group_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in _IDENTITY)
 
 
-def _has_16_bit_weights(member: ManagedParam) -> bool:
+def _master_dtype_differs(member: ManagedParam) -> bool:
     return member.gathered.dtype != member.master.dtype
 
 

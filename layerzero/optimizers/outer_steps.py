@@ -195,7 +195,7 @@ def _agree_and_connect(
     failure: Exception | None = None
     site_peers: list[int] = []
     try:
-        user_group = _group_of(sites)
+        user_group = _process_group_of(sites)
         _require_sites(lz_state, dist.get_process_group_ranks(user_group))
         site_peers = dist.get_process_group_ranks(user_group)
         settings.check(units=sum(handle.trainable for handle in lz_state.handles))
@@ -231,7 +231,7 @@ def _describe_own_part(lz_state: LayerZeroState) -> list[object]:
     ]
 
 
-def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def _process_group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     if isinstance(sites, DeviceMesh):
         if sites.ndim != 1:
             raise ValueError(

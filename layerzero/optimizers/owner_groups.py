@@ -62,7 +62,7 @@ def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axi
     table = model_parallel.global_mesh.mesh  # ranks, indexed by coordinates on the model-parallel axes, s, r
     for mesh_axis in reversed(range(model_parallel.mesh.ndim)):
         if mesh_axis != axis:
-            table = table.select(mesh_axis, model_parallel.place_on(mesh_axis))
+            table = table.select(mesh_axis, model_parallel.coordinate_on(mesh_axis))
     ranks_by_axis = table[..., grid.replica_rank].tolist()  # ranks, indexed by coordinate on the axis, s
     return {rank: (s, t) for t, zero3_ranks in enumerate(ranks_by_axis) for s, rank in enumerate(zero3_ranks)}
 

@@ -73,7 +73,9 @@ def _owner_key(owned: OwnedParam) -> str:
     model_parallel = spec.model_parallel
     if model_parallel is None:
         return f"{spec.name} of {spec.mesh_info.ranks}"
-    return f"{spec.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
+    return (
+        f"{spec.name} at {[model_parallel.coordinate_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
+    )
 
 
 def _describe_state(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class OwnedParam:
         model_parallel = self.member.spec.model_parallel
         axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
         return model_parallel is None or not any(
-            model_parallel.place_on(axis) for axis in axes if axis != self.owner.axis
+            model_parallel.coordinate_on(axis) for axis in axes if axis != self.owner.axis
         )
 
     @property

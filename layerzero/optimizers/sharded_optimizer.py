@@ -48,7 +48,7 @@ from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders
 from layerzero.optimizers.state_view import ParamKeyedState
-from layerzero.optimizers.torch_state_dict import first_state, first_states, to_numbered, to_own_names
+from layerzero.optimizers.torch_state_dict import first_state, first_states, to_numbered, to_optimizer_names
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
@@ -445,7 +445,7 @@ class ShardedOptimizer(OptimizerProxy):
         user_names: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             user_names |= zip(group.get("param_names", names), names, strict=True)
-        return to_own_names(state_dict, [names for _, names in self._named_groups()], self._model, user_names)
+        return to_optimizer_names(state_dict, [names for _, names in self._named_groups()], self._model, user_names)
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.optimizer_state import shorten_names
 
-__all__ = ["first_state", "first_states", "strip_wrapper_names", "to_numbered", "to_own_names"]
+__all__ = ["first_state", "first_states", "strip_wrapper_names", "to_numbered", "to_optimizer_names"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
@@ -69,7 +69,7 @@ def to_numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number[name]: values for name, values in state_dict["state"].items()}, "param_groups": groups}
 
 
-def to_own_names(
+def to_optimizer_names(
     state_dict: Mapping[str, Any],
     own: Sequence[Sequence[str]],
     model: nn.Module,

@@ -382,7 +382,7 @@ class Estimator:
                 on_device=self.cluster.device != "cpu",
                 offload_params=choice.offload_params,
             )
-            self._units[key] = self.sharding.units(self.config(choice), traits)
+            self._units[key] = self.sharding.unit_specs(self.config(choice), traits)
         return self._units[key]
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ class MetaSharding:
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )
 
-    def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
+    def unit_specs(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
         """Return the specs of all units on one rank. The root is the first unit."""
         ranks, specs = where.grid.data_parallel, []
         for plan in self.plans:

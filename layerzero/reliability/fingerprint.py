@@ -131,7 +131,7 @@ def compare(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[
         flags = (copies != own_sums).any(dim=0)
         for position, handle in enumerate(handles[index] for index in indices):
             if _copies_master(handle) and not _has_unrefreshed_masters(handle):
-                flags[position] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
+                flags[position] |= (as_integers(_cast_master(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
         reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
@@ -179,7 +179,7 @@ def _own_part(handle: Handle) -> Tensor:
     return handle.weights.read_zero3()[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
-def _cast(handle: Handle) -> Tensor:
+def _cast_master(handle: Handle) -> Tensor:
     return handle.weights.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
 
 
@@ -204,7 +204,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
     if _copies_master(handle):
         cast_masters = torch.empty_like(zero3)
         own_part = cast_masters[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(
-            _cast(handle)
+            _cast_master(handle)
         )
         if replicas > 1:
             all_gather(

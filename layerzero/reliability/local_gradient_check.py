@@ -42,8 +42,8 @@ class LocalGradientCheck:
         if self._bad:
             torch._foreach_zero_(self._bad)
 
-    def describe_nonfinite(self, among: Collection[str] | None = None) -> list[str]:
-        """Return one text per handle that names the parameters whose gradients were not finite.
+    def nonfinite_messages(self, among: Collection[str] | None = None) -> list[str]:
+        """Return one message for each handle that has non-finite gradients. It names the affected parameters.
 
         This method makes the host wait for the device.
 

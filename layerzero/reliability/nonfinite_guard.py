@@ -185,7 +185,7 @@ class StepGuard:
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._gather_texts(not_finite(gradients))))
         own_messages = (
-            [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.describe_nonfinite(set(final))]
+            [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.nonfinite_messages(set(final))]
         )
         messages = self._gather_texts(own_messages)
         if not final:

@@ -157,8 +157,8 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
             events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
             continue
         completed = waited.get(collective_trace)
-        if collective_trace.completed is not None:
-            recorded = time(collective_trace.completed)
+        if collective_trace.completion_time is not None:
+            recorded = time(collective_trace.completion_time)
             completed = recorded if completed is None else min(recorded, completed)
         events.append(
             TraceEvent(

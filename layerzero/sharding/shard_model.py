@@ -62,7 +62,7 @@ from layerzero.sharding.build_units import (
 from layerzero.sharding.launchers import connections_warning, restart_warning
 from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
-from layerzero.sharding.optimizer_hook import guard_optimizers
+from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.unit_meshes import (
     MeshOf,
     ModelParallelMeshes,
@@ -336,7 +336,7 @@ def _build(
         plan_handles(plan, config, rank_traits, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec)
         for plan in plans
         for site in (sites[plan.mesh],)
-        for rank_traits in (_planned_traits(site.mesh_info, config),)
+        for rank_traits in (_traits_for_planning(site.mesh_info, config),)
     ]
     for shared_over, site in sites.items():
         indices = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
@@ -392,7 +392,10 @@ def _build(
 def _choose_refresh_codec(
     config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ranks: ModelRanks
 ) -> LayerZeroConfig:
-    """Return `config` with ``refresh_codec="auto"`` replaced with the faster choice, which all ranks share."""
+    """Return `config` with ``refresh_codec="auto"`` replaced with ``"lossless"`` or None.
+
+    A trial refresh determines the choice, which is the same on all ranks.
+    """
     if config.refresh_codec != "auto":
         return config
     chosen, comm, speed = None, model_ranks.mesh_info.replica_comm, None
@@ -460,7 +463,7 @@ def _start_watchdog(lz_state: LayerZeroState) -> None:
     lz_state.on_close.append(watchdog.close)
 
 
-def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
+def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
     """Return this rank's traits with the process-group transport, to plan handles before a transport is selected.
 
     Both transports lead to the same plans.

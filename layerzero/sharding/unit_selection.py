@@ -375,7 +375,7 @@ def block_classes(model: nn.Module) -> set[str]:
     These are the classes named in ``_no_split_modules`` of the model and of its submodules. For a submodule without
     such blocks, they are the classes that transformers checkpoints individually (``GradientCheckpointingLayer``).
     """
-    listed_classes, children = _not_to_be_split(model), list(model.named_modules())[1:]
+    listed_classes, children = _no_split_class_names(model), list(model.named_modules())[1:]
     blocks = [f"{name}." for name, module in children if type(module).__name__ in listed_classes]
     classes = {type(module).__name__ for _, module in children if type(module).__name__ in listed_classes}
     for name, module in children:
@@ -386,7 +386,7 @@ def block_classes(model: nn.Module) -> set[str]:
     return classes
 
 
-def _not_to_be_split(model: nn.Module) -> set[str]:
+def _no_split_class_names(model: nn.Module) -> set[str]:
     listed_classes: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None)
@@ -430,7 +430,7 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
 def _blocks_or_raise(model: nn.Module) -> set[str]:
     classes = block_classes(model)
     if not classes:
-        listed_classes = _not_to_be_split(model)
+        listed_classes = _no_split_class_names(model)
         why = (
             f"has no module of the classes in its _no_split_modules, {sorted(listed_classes)}"
             if listed_classes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from layerzero.doctor.findings import Finding
-from layerzero.doctor.rank_checks import RankReport, check_nodes, check_ranks, merge_findings, node_size, rank_names
+from layerzero.doctor.rank_checks import RankReport, check_nodes, check_ranks, format_ranks, merge_findings, node_size
 
 NOTE = Finding("one", "note", "a note")
 PROBLEM = Finding("two", "problem", "a problem", "Change it")
@@ -27,7 +27,7 @@ def reports(hosts: str, **changes: RankReport) -> dict[int, RankReport]:
     [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([7, 0, 1, 2, 5], "ranks 0-2, 5, 7"), ([1, 3], "ranks 1, 3")],
 )
 def test_neighboring_ranks_are_written_as_a_range(ranks: list[int], text: str) -> None:
-    assert rank_names(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_equal_ranks_are_fine() -> None:

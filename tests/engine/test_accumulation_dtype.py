@@ -256,7 +256,7 @@ def _overflow(rank: int) -> None:
             with layerzero.no_sync(model) if index < 2 else nullcontext():
                 factor = float("inf") if (rank, index) == (1, 0) else 1.0
                 (scaler.scale(integer_loss(model, integer_batch(micro_batch=index, rank=rank))) * factor).backward()
-        assert bool(own.describe_nonfinite()) == (rank == 1), "the check includes what the accumulator holds"
+        assert bool(own.nonfinite_messages()) == (rank == 1), "the check includes what the accumulator holds"
         scaler.unscale_(optimizer)
         found = torch.tensor(float(any(not g.isfinite().all() for g in full_gradients(model).values())))
         assert found == 1, "the overflow of one rank reaches the final gradients"

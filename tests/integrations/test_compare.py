@@ -113,7 +113,7 @@ def padded_numel(folder: Path, monkeypatch: pytest.MonkeyPatch, param_dtype: tor
         model = importlib.import_module("mine").Net()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     config = LayerZeroConfig(zero3_size=2, units=["Block"], mp_policy=policy)
-    units = MetaSharding(model, config).units(config, traits_of(4, 2, on_device=False))
+    units = MetaSharding(model, config).unit_specs(config, traits_of(4, 2, on_device=False))
     return sum(handle.layout.numel for unit in units for handle in unit.handles)
 
 

@@ -547,7 +547,7 @@ def _held(rank: int, size: int) -> int:
             member.master.numel(),
         )
         is_mine = owner[:2] == (grid.replica_rank, grid.zero3_rank) and (
-            owner.axis is None or model_parallel.place_on(owner.axis) == owner.t
+            owner.axis is None or model_parallel.coordinate_on(owner.axis) == owner.t
         )
         whole = math.prod(member.spec.shape if owner.axis is None else model_parallel.shape)
         sent["owner_gather"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0

@@ -155,7 +155,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
             config = LayerZeroConfig(units={Block}, shared_memory="off", **settings)
             in_host = settings.get("offload_params", False)
             where = traits_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
-            units = MetaSharding(on_meta, config).units(config, where)
+            units = MetaSharding(on_meta, config).unit_specs(config, where)
             found = predicted_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
             state = optimizer_bytes(units, 2)

@@ -33,7 +33,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "end_to_end/test_weight_stream.py::test_a_model_is_not_used_or_changed_while_it_is_streamed",
         "end_to_end/test_weight_stream.py::test_a_model_is_closed_after_its_streams",
     ),
-    "A CUDA graph of a whole step": ("device/test_accelerator.py::test_capture_of_a_whole_step_is_refused",),
+    "A CUDA graph of a whole training step": ("device/test_accelerator.py::test_capture_of_a_whole_step_is_refused",),
     "Hyperparameters that differ": (
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
     ),
@@ -221,7 +221,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "sharding/test_refusals.py::test_it_is_refused_on_every_rank",
         "end_to_end/test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
     ),
-    "Weights on rank 0 and meta": (
+    "Real weights on rank 0 and meta tensors": (
         "project/test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialized",
     ),
     "`copy.deepcopy`, `pickle`": (
