@@ -47,7 +47,7 @@ from layerzero.device.accelerator import Clock, compute_device, default_device_t
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds_text, size_text, table
-from layerzero.verification.training_runs import TrainingTask, loss_of_output
+from layerzero.verification.training_runs import TrainingTask, default_loss
 
 __all__ = ["COMPARED", "backend_of", "compare", "largest_difference", "main", "report", "schemes_of"]
 
@@ -404,7 +404,7 @@ def _training(args: argparse.Namespace) -> TrainingTask:
     return TrainingTask(
         model_fn=load_named(args.model, "the model"),
         batch_fn=load_named(args.batches or f"{module}:make_batch", "--batches"),
-        loss_fn=load_named(args.loss, "--loss") if args.loss else loss_of_output,
+        loss_fn=load_named(args.loss, "--loss") if args.loss else default_loss,
         optimizer_fn=load_named(args.optimizer, "--optimizer") if args.optimizer else _adamw,
         steps=args.steps,
         micro_batches=args.micro_batches,

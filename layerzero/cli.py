@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.contents_checks import num_saving_ranks
-from layerzero.checkpoint.safe_json import printable
+from layerzero.checkpoint.safe_json import escape_unprintable
 from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
 from layerzero.config import ACCUMULATIONS
@@ -136,7 +136,9 @@ def _inspect(
     rows = [("name", "shape", "dtype", "bytes", "files")]
     for entry in sorted(contents.entries, key=lambda entry: entry.name):
         dtype = str(entry.dtype).removeprefix("torch.")
-        rows.append((printable(entry.name), str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files)))
+        rows.append(
+            (escape_unprintable(entry.name), str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files))
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for name, shape, dtype, nbytes, files in rows:
         cells = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
@@ -199,7 +201,7 @@ def _readable_failures() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError, ValueError) as error:
-        typer.echo(f"layerzero: {printable(str(error))}", err=True)
+        typer.echo(f"layerzero: {escape_unprintable(str(error))}", err=True)
         raise typer.Exit(1) from None
 
 

@@ -235,7 +235,7 @@ def _write_back(
 ) -> None:
     """Copy this rank's rows of the full parameters and gradients to the masters and the sharded gradients."""
     handles = [handle for handle in lz_state.handles if not set(members).isdisjoint(handle.members)]
-    lz_state.refreshes.before_master_write(handles)
+    lz_state.refreshes.prepare_master_write(handles)
     for member in members:
         parameter = parameters.get(member)
         full = None if parameter is None else parameter.detach()
@@ -310,7 +310,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         failure = error
     require_equal("full_precision", {}, ranks=lz_state.ranks.ranks, failure=failure)
-    lz_state.scheduler.evaluate_in_full_precision(True)
+    lz_state.scheduler.set_full_precision(True)
     try:
         with (
             active_view(lz_state.status.active_views, ParamView.FULL_PRECISION),
@@ -318,7 +318,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        lz_state.scheduler.evaluate_in_full_precision(False)
+        lz_state.scheduler.set_full_precision(False)
 
 
 def _refuse_full_precision(lz_state: LayerZeroState) -> None:
@@ -443,14 +443,14 @@ def load_full_state_dict(
     missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
     left_out = IncompatibleKeys(missing, [name for name in state if name not in targets])
     failure = None
-    if first and (problems := [*(_incompatible(left_out) if strict else ()), *_shape_problems(targets, state)]):
+    if first and (problems := [*(_key_problems(left_out) if strict else ()), *_shape_problems(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
     require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
     left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_broadcast_names(left_out, model_ranks))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.sharded): member for member in lz_state.members.values()}
-    lz_state.refreshes.before_master_write()
+    lz_state.refreshes.prepare_master_write()
     with torch.no_grad():
         for names in names_of.values():
             target = targets[names[0]]
@@ -472,7 +472,7 @@ def load_full_state_dict(
     return left_out
 
 
-def _incompatible(left_out: IncompatibleKeys) -> list[str]:
+def _key_problems(left_out: IncompatibleKeys) -> list[str]:
     kinds = zip(("missing", "unexpected"), left_out, strict=True)
     return [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
 

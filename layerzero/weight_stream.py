@@ -33,7 +33,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.flat_layout import Slot
-from layerzero.utils.weight_packets import Version, make_packet
+from layerzero.utils.weight_packets import PacketPosition, make_packet
 
 __all__ = ["WeightSender", "stream_weights"]
 
@@ -83,7 +83,7 @@ def stream_weights(
 
 
 def _stream(lz_state: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Generator[tuple[str, Tensor], None, None]:
-    entries = _begin_stream(lz_state, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
+    entries = _prepare_stream(lz_state, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
     with closing(_gather_buckets(lz_state, _buckets(entries, bucket_bytes), rank0_only=rank0_only)) as buckets:
         for bucket in buckets:
             for names, tensor in bucket:
@@ -153,7 +153,7 @@ class WeightSender:
             RuntimeError, ValueError: see :func:`stream_weights`.
         """
         lz_state = get_state(self._model)
-        entries = _begin_stream(
+        entries = _prepare_stream(
             lz_state, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes
         )
         versions = {entry.names[0]: entry.handle.weights_version for entry in entries if entry.handle is not None}
@@ -166,7 +166,9 @@ class WeightSender:
         with closing(_gather_buckets(lz_state, buckets, rank0_only=True)) as gathered:
             for index, bucket in enumerate(gathered):
                 if lz_state.ranks.is_first:
-                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, names_to_keep)
+                    yield self._packet(
+                        PacketPosition(self._name, self.version, base, index, count), bucket, names_to_keep
+                    )
         self._sent_versions, self._is_complete = versions, True
 
     def _agree_on_entries_to_send(
@@ -176,12 +178,12 @@ class WeightSender:
         flags = [full or not self._is_complete]
         flags += [self._sent_versions.get(entry.names[0]) != versions.get(entry.names[0], -1) for entry in entries]
         flags_on_device = torch.tensor(flags, dtype=torch.int32, device=lz_state.mesh_info.device)
-        lz_state.ranks.reduce(flags_on_device, dist.ReduceOp.MAX)
+        lz_state.ranks.all_reduce(flags_on_device, dist.ReduceOp.MAX)
         full, *changed = flags_on_device.bool().tolist()
         return full, [entry for entry, has_changed in zip(entries, changed, strict=True) if full or has_changed]
 
     def _packet(
-        self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], names_to_keep: set[str]
+        self, version: PacketPosition, bucket: Sequence[tuple[tuple[str, ...], Tensor]], names_to_keep: set[str]
     ) -> bytes:
         if version.base is None and version.packet == 0:
             self._previous.clear()
@@ -256,7 +258,7 @@ def _refuse_classes(entries: Sequence[_Entry]) -> None:
             )
 
 
-def _begin_stream(
+def _prepare_stream(
     lz_state: LayerZeroState, subject: str, *, check: Callable[[Sequence[_Entry]], None] | None = None, **fields: object
 ) -> list[_Entry]:
     """Prepare a stream on all ranks and return the tensors of the state dict.

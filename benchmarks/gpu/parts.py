@@ -152,7 +152,7 @@ class _Completed:
 # Class and method that waits, or that returns an event to wait for, by the work that must have completed. The value is
 # a method that does not wait.
 _WAITS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "gradients": (DeviceStreams, "gradients_ready", lambda streams: _Completed()),
+    "gradients": (DeviceStreams, "record_gradients_event", lambda streams: _Completed()),
     "earlier reduction streams": (DeviceStream, "wait_event", lambda stream, awaited: None),
     "gathers": (_StreamGather, "wait", lambda gather: None),
     "copies to the host": (HostDeviceCopies, "wait", lambda copies, mark: None),

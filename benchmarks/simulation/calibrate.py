@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
-from layerzero.planning.sim_program import ComputeKey, Operation, StartReduction, read_recording, seconds_of
+from layerzero.planning.sim_program import ComputeKey, Operation, StartReduction, mean_span_seconds, read_recording
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
 from layerzero.planning.simulator import SimMachine, simulate
 
@@ -169,6 +169,6 @@ def _quietest(folder: Path, pattern: str) -> dict[ComputeKey, float]:
     found: defaultdict[ComputeKey, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"{pattern}-*.json")):
         this_round = path.stem.rpartition("-")[2]
-        for what, seconds in seconds_of(read_recording(path).program()).items():
+        for what, seconds in mean_span_seconds(read_recording(path).program()).items():
             found[what][this_round].append(seconds)
     return {what: min(statistics.mean(values) for values in rounds.values()) for what, rounds in found.items()}

@@ -46,7 +46,6 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "PathTakenError",
-    "claim_path",
     "contiguous_on_cpu",
     "discard",
     "flush_folder",
@@ -58,10 +57,11 @@ __all__ = [
     "partial_path",
     "publish",
     "publish_file",
+    "publish_folder",
     "read_back",
-    "refuse_to_replace",
     "remove",
     "rename_as_damaged",
+    "require_only_checkpoint_files",
     "tensor_bytes",
     "write_file",
 ]
@@ -192,10 +192,10 @@ def publish(
             f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes"
         )
     write_file(partial / MANIFEST, [text])
-    claim_path(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
+    publish_folder(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
 
 
-def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
+def publish_folder(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
     """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Concurrent saves to one path].
 
     Args:
@@ -213,7 +213,7 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
         if os.path.lexists(path):
             if not overwrite:
                 raise PathTakenError.at(path)
-            refuse_to_replace(path)
+            require_only_checkpoint_files(path)
             replaced = partial if _swap_paths(partial, path) else hide_folder(path, "replaced")
         try:
             if replaced != partial:
@@ -246,7 +246,7 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
         remove(replaced)
 
 
-def refuse_to_replace(path: Path) -> None:
+def require_only_checkpoint_files(path: Path) -> None:
     """Raise PathTakenError unless `path` is a folder that contains only checkpoint files, complete or damaged."""
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
         raise PathTakenError(

@@ -44,7 +44,7 @@ from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormatError
-from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_usable
+from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.safetensors_writer import write_items
@@ -54,9 +54,9 @@ from layerzero.checkpoint.snapshot_files import (
     SnapshotPart,
     SnapshotSource,
     allocate_file,
-    complete_snapshots,
     create_private_folder,
     gather_view,
+    list_complete_tokens,
     list_snapshot_parts,
     map_file,
     map_writable_file,
@@ -65,7 +65,7 @@ from layerzero.checkpoint.snapshot_files import (
 )
 from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.gather_text import all_gather_text
-from layerzero.comm.process_groups import ModelGroups, groups_so_far
+from layerzero.comm.process_groups import ModelGroups, group_count_fields
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
@@ -123,13 +123,13 @@ class Buddies:
         failure: Exception | None = None
         node = ""
         try:
-            check_usable(lz_state, optimizer)
+            check_checkpoint_arguments(lz_state, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = json.dumps([create_private_folder(self.folder), newest_number(self.folder)])
         except Exception as error:
             failure = error
-        (group_counts,) = groups_so_far(lz_state.ranks.ranks).values()
+        (group_counts,) = group_count_fields(lz_state.ranks.ranks).values()
         agree_or_raise(_WHAT, lz_state, {"name": name, **group_counts}, failure)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
@@ -167,7 +167,7 @@ class Buddies:
         lz_state, failure = self._lz_state, None
         state = CollectedState({}, {}, [], {}, [])
         try:
-            check_usable(lz_state, self._optimizer)
+            check_checkpoint_arguments(lz_state, self._optimizer)
             state = collect(lz_state, self._optimizer, extra)
         except Exception as error:
             failure = error
@@ -332,7 +332,7 @@ class Buddies:
         def open_snapshot(lz_state: LayerZeroState) -> SnapshotSource:
             return SnapshotSource(self._comm, view)
 
-        for token in complete_snapshots(self._comm, self.folder):
+        for token in list_complete_tokens(self._comm, self.folder):
             if int(token[:10]) <= saved:
                 break
             try:

@@ -14,7 +14,7 @@ from layerzero.checkpoint.rank_agreement import agree_or_raise
 from layerzero.checkpoint.state_names import RankLocalNames, encode_all, trained_rows
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.utils.nonfinite import few_names, not_finite
+from layerzero.utils.nonfinite import few_names, nonfinite_names
 
 __all__ = ["CollectedState", "collect", "require_equal_state", "topology_entry"]
 
@@ -26,7 +26,7 @@ class CollectedState(NamedTuple):
         document: nested values. They are the same on all ranks, except for entries that only the first rank writes.
         tensors: by key, the tensors that this rank writes. These are the rank's shards and the unsharded tensors that
             no other rank writes.
-        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergeableValue`.
         digests: by path, digests of all values that must be the same on all ranks.
         bad: names of tensors with non-finite values.
     """
@@ -68,7 +68,7 @@ def collect(
         or isinstance(tensor, DTensor)
         or key.startswith(f"rank{rank}.")
     }
-    nonfinite = not_finite(trained_rows(lz_state, encoder.tensors))
+    nonfinite = nonfinite_names(trained_rows(lz_state, encoder.tensors))
     if nonfinite and require_finite:
         raise CheckpointError(
             f"non-finite values in {few_names(nonfinite)} on rank {dist.get_rank()}. Nothing is saved, and existing "

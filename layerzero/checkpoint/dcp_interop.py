@@ -22,7 +22,7 @@ from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsRead
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
 from layerzero.checkpoint.rank_agreement import RankLostError, convert_dcp_exception
-from layerzero.comm.process_groups import known_to_torch
+from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
@@ -105,7 +105,7 @@ class _DcpSource:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         group = self._model_ranks.control_group()
         try:
-            with known_to_torch(group):
+            with torch_registration(group):
                 read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
         except CheckpointException as error:
             raise convert_dcp_exception("read", self._path, error) from None

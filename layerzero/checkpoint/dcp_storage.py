@@ -140,7 +140,7 @@ class SafetensorsWriter(StorageWriter):
     Args:
         path: path of the checkpoint, which exists only after the save finishes.
         document: the full document on the first rank; unused on other ranks.
-        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergeableValue`.
         finite: whether all trained tensors of this rank are finite.
         sequence: function that returns the sequence number of the checkpoint. The first rank calls the function at the
             end of the save.

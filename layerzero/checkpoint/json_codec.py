@@ -6,7 +6,7 @@ Values that JSON cannot represent, such as tensors, tuples and infinities, becom
     {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} for a NumPy array
     {"$sharded": KEY, "like": NAME}     a sharded tensor with the sharding of the parameter NAME
     {"$per_rank": [VALUE, ...]}         one value for each rank that saved the checkpoint
-    {"$joint": INDEX, "common": VALUE}  entries of all ranks that are not merged yet; see MergedValue
+    {"$joint": INDEX, "common": VALUE}  entries of all ranks that are not merged yet; see MergeableValue
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}
 """
@@ -33,7 +33,7 @@ __all__ = [
     "DTYPES",
     "Decoder",
     "Encoder",
-    "MergedValue",
+    "MergeableValue",
     "PerRank",
     "dtype_named",
     "has_own_memory",
@@ -69,7 +69,7 @@ class PerRank:
 
 
 @dataclass(frozen=True)
-class MergedValue:
+class MergeableValue:
     """A dict or list that contains entries common to all ranks, and this rank's own entries.
 
     The checkpoint contains the common entries and the own entries of all ranks.
@@ -85,12 +85,12 @@ class Encoder:
 
     Attributes:
         is_rank_local: function that returns whether other ranks have a different parameter under a given name. Tensors
-            with the sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
-        tells: whether this rank writes its own entries of a :class:`MergedValue`. If several ranks have equal own
+            with the sharding of such a parameter are allowed only in own entries of a :class:`MergeableValue`.
+        tells: whether this rank writes its own entries of a :class:`MergeableValue`. If several ranks have equal own
             entries, only one of these ranks writes them.
         tensors: by key, the tensors that the JSON refers to.
-        own: this rank's :class:`PerRank` values and own entries of :class:`MergedValue`, as JSON, in encoding order.
-        apart: keys of the tensors in own entries of :class:`MergedValue`.
+        own: this rank's :class:`PerRank` values and own entries of :class:`MergeableValue`, as JSON, in encoding order.
+        apart: keys of the tensors in own entries of :class:`MergeableValue`.
         digests: by path, digests of all values that must be the same on all ranks.
     """
 
@@ -118,7 +118,7 @@ class Encoder:
         """
         if isinstance(value, PerRank):
             return self._encode_per_rank(value.value, path)
-        if isinstance(value, MergedValue):
+        if isinstance(value, MergeableValue):
             return self._encode_merged_value(value, path)
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
@@ -229,7 +229,7 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _encode_merged_value(self, merged: MergedValue, path: str) -> Any:
+    def _encode_merged_value(self, merged: MergeableValue, path: str) -> Any:
         common = self.encode(merged.common, path)
         self._encodes_own = True
         try:

@@ -21,9 +21,9 @@ from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
 from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import has_own_values
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_usable
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
-from layerzero.checkpoint.safe_json import printable
+from layerzero.checkpoint.safe_json import escape_unprintable
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -151,7 +151,7 @@ def prepare_from(
     restore: RestorePlan | None = None
     try:
         finish_pending(lz_state)
-        check_usable(lz_state, optimizer)
+        check_checkpoint_arguments(lz_state, optimizer)
         if ParamView.EMA in lz_state.status.active_views:
             raise RuntimeError(
                 "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
@@ -177,7 +177,7 @@ def prepare_from(
             else:
                 subject, advice = "the model" if optimizer is None else "the model or the optimizer", _OTHER_MODEL
             raise ValueError(
-                printable(
+                escape_unprintable(
                     f"{path} does not match {subject}: {restore.summary()}. {advice}. Pass strict=False to load only "
                     "the tensors that match"
                 )
@@ -189,7 +189,7 @@ def prepare_from(
     try:
         source.read(restore.tensors, restore.in_place)
         if tied_problems := restore.tied_weight_problems():
-            raise ValueError(printable("; ".join(tied_problems)))
+            raise ValueError(escape_unprintable("; ".join(tied_problems)))
     except RankLostError:
         raise
     except Exception as error:
@@ -215,7 +215,7 @@ class PreparedLoad:
         """
         extra = _commit(self.lz_state, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.lz_state.ranks.is_first:
-            summary = printable(self.restore.summary())
+            summary = escape_unprintable(self.restore.summary())
             warnings.warn(f"checkpoint.load skipped the entries that do not match: {summary}", stacklevel=3)
         return extra
 
@@ -230,12 +230,12 @@ def _commit(
     extra: Any = None
     failure: Exception | None = None
     try:
-        extra = restore.prepare()
+        extra = restore.restore_extra_states()
     except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
     agree_or_raise("checkpoint.load", lz_state, {}, failure)
     previous_errors = lz_state.status.load_error, optimizer.load_error if optimizer is not None else None
-    message = printable(
+    message = escape_unprintable(
         f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
         "checkpoint before you continue"
     )

@@ -15,7 +15,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "convert_dcp_exception"]
+__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_checkpoint_arguments", "convert_dcp_exception"]
 
 PathLike = str | os.PathLike[str]
 
@@ -46,7 +46,7 @@ def agree_or_raise(
         raise
 
 
-def check_usable(lz_state: LayerZeroState, optimizer: object) -> None:
+def check_checkpoint_arguments(lz_state: LayerZeroState, optimizer: object) -> None:
     require_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         way_out = "Pass the optimizer that layerzero.shard_optimizer returned"

@@ -91,7 +91,7 @@ class RestorePlan:
         self._document = contents.document
         self._stored = contents.tensors
         self._names = StateNames(lz_state, rank_local_names)
-        self._decoder = Decoder(self._read, rank)
+        self._decoder = Decoder(self._loaded_tensor, rank)
         self._rank = rank
         self._read_targets: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
@@ -346,7 +346,7 @@ class RestorePlan:
         rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
         return sharded(rows, first, MutationTracker())
 
-    def _read(self, key: str) -> Any:
+    def _loaded_tensor(self, key: str) -> Any:
         """Return the tensor that was read for `key`; None if the tensor does not match or belongs to other ranks."""
         return self.tensors.get(key)
 
@@ -368,12 +368,12 @@ class RestorePlan:
             if not _equal(plain(self.tensors[first_key]), plain(self.tensors[second_key]))
         ]
 
-    def prepare(self) -> Any:
+    def restore_extra_states(self) -> Any:
         """Restore extra states of modules, wait for pending refreshes, and return ``extra``."""
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # user code may raise; no tensor has been changed yet
-        self._lz_state.refreshes.before_master_write()
+        self._lz_state.refreshes.prepare_master_write()
         return extra
 
     @torch.no_grad()

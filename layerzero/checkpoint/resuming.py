@@ -22,7 +22,7 @@ from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
-from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_damaged, scan
+from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_unchanged, scan
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -169,7 +169,7 @@ def _rename_passed_over(seen: RunFolderScan, damaged: dict[Path, str], *, loaded
 
 def _rename_and_report(path: Path, manifest: Manifest | None, reason: str) -> str:
     try:
-        new_path = rename_if_damaged(path, manifest)
+        new_path = rename_if_unchanged(path, manifest)
     except OSError as error:
         return f"{path} {reason} and cannot be renamed: {error}"
     outcome = "another job has replaced it" if new_path is None else f"it has been renamed to {new_path.name}"

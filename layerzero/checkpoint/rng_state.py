@@ -30,7 +30,7 @@ def seed_random_states(seed: int) -> None:
         if found := layerzero.checkpoint.load_latest("runs/1", model, optimizer):
             layerzero.checkpoint.set_random_states(found.extra["random"])
     """
-    _derive(seed, 0, dist.get_world_size(), dist.get_rank())
+    _seed_rank(seed, 0, dist.get_world_size(), dist.get_rank())
 
 
 def random_states(seed: int, step: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def set_random_states(saved: dict[str, Any]) -> bool:
     """
     rank, ranks, states = dist.get_rank(), dist.get_world_size(), saved["states"]
     if states is None:
-        _derive(saved["seed"], saved["step"], ranks, rank)
+        _seed_rank(saved["seed"], saved["step"], ranks, rank)
         if rank == 0:
             _LOG.warning(
                 "random states of %d ranks cannot be restored on %d ranks. Each rank derives new states from seed %d, "
@@ -89,7 +89,7 @@ def set_random_states(saved: dict[str, Any]) -> bool:
     return True
 
 
-def _derive(seed: int, step: int, ranks: int, rank: int) -> None:
+def _seed_rank(seed: int, step: int, ranks: int, rank: int) -> None:
     digest = hashlib.sha256(f"{seed}/{step}/{ranks}/{rank}".encode()).digest()
     rank_seed = int.from_bytes(digest[:8], "little") >> 1
     torch.manual_seed(rank_seed)

@@ -86,7 +86,7 @@ class Chain:
 
         All ranks must call this method. The link is the same on all ranks.
         """
-        state, random = self._weights(), self._gather_texts(_random_digest())
+        state, random = self._weighted_sums(), self._gather_texts(_random_digest())
         data = self._gather_texts(self._data.hexdigest())
         self._data = hashlib.sha256()
         message = json.dumps([self._head, step, state, random, data], sort_keys=True)
@@ -104,7 +104,7 @@ class Chain:
         Raises:
             CheckpointError: the loaded state differs from the saved state; the message names the differences.
         """
-        current = self._weights()
+        current = self._weighted_sums()
         differing = [
             name
             for name in dict.fromkeys([*link["weights"], *current])
@@ -128,11 +128,11 @@ class Chain:
         return same_ranks
 
     @torch.no_grad()
-    def _weights(self) -> dict[str, int]:
+    def _weighted_sums(self) -> dict[str, int]:
         """Return the weighted sum of each model tensor and of each parameter's optimizer state, keyed by name."""
         lz_state = self._lz_state
         mesh_info, members = lz_state.mesh_info, lz_state.members
-        not_sharded = _not_sharded(lz_state)
+        not_sharded = _unsharded_tensors(lz_state)
         names = [*members, *not_sharded]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
@@ -148,7 +148,7 @@ class Chain:
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, positions[name]) if owned is None else _sum_of_owned(value, owned)
                         sums[1, index_of[name]] += (part * _odd_factor(key)).to(mesh_info.device)
-        lz_state.ranks.reduce(sums, dist.ReduceOp.SUM)
+        lz_state.ranks.all_reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         model_sums = dict(zip(names, weights, strict=True))
         return model_sums | {
@@ -159,7 +159,7 @@ class Chain:
         return self._lz_state.ranks.all_gather_text(text)
 
 
-def _not_sharded(lz_state: LayerZeroState) -> dict[str, Tensor]:
+def _unsharded_tensors(lz_state: LayerZeroState) -> dict[str, Tensor]:
     """Return the tensors that only the first rank saves: persistent buffers and ignored parameters."""
     sharded = {id(member.sharded) for member in lz_state.members.values()}
     return {
@@ -240,7 +240,7 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     if isinstance(value, (list, tuple)):
         items = [_sum_of_owned(item, owned) * _odd_factor(str(index)) for index, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_zero_sum()]).sum()
-    return _sum_of(value, None) if owned.is_first_in_group else _zero_sum()
+    return _sum_of(value, None) if owned.is_primary_owner else _zero_sum()
 
 
 def _odd_factor(text: str) -> int:

@@ -15,9 +15,9 @@ from layerzero.checkpoint.atomic_files import (
     hide_folder,
     is_displaced,
     is_temporary,
-    refuse_to_replace,
     remove,
     rename_as_damaged,
+    require_only_checkpoint_files,
 )
 from layerzero.checkpoint.manifest import UnsupportedFormatError
 
@@ -27,7 +27,7 @@ __all__ = [
     "clear_leftovers",
     "latest",
     "next_sequence",
-    "rename_if_damaged",
+    "rename_if_unchanged",
     "rotate",
     "scan",
 ]
@@ -141,7 +141,7 @@ def scan(folder: Path) -> RunFolderScan:
     return RunFolderScan((*usable, *(manifest for manifest in newest if manifest.finite is False)), broken)
 
 
-def rename_if_damaged(path: Path, damaged: Manifest | None) -> Path | None:
+def rename_if_unchanged(path: Path, damaged: Manifest | None) -> Path | None:
     """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
 
     Args:
@@ -152,7 +152,7 @@ def rename_if_damaged(path: Path, damaged: Manifest | None) -> Path | None:
         OSError: the checkpoint could not be renamed.
     """
     if damaged is None:
-        refuse_to_replace(path)
+        require_only_checkpoint_files(path)
     elif _read_manifest(path) != damaged:
         return None
     return rename_as_damaged(path)
@@ -174,7 +174,7 @@ def _was_checkpoint(path: Path) -> bool:
     try:
         if os.path.lexists(path / MANIFEST):
             return True
-        refuse_to_replace(path)
+        require_only_checkpoint_files(path)
         return any(path.iterdir())
     except OSError:  # includes PathTakenError
         return False

@@ -15,7 +15,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONTENTS_BYTES", "MANIFEST_BYTES", "CheckpointError", "check_json", "parse", "printable", "read_capped"]
+__all__ = [
+    "CONTENTS_BYTES",
+    "MANIFEST_BYTES",
+    "CheckpointError",
+    "check_json",
+    "escape_unprintable",
+    "parse",
+    "read_capped",
+]
 
 MANIFEST_BYTES = 64 << 20  # enough for 400,000 files
 CONTENTS_BYTES = 512 << 20  # enough for 100 units of a model with AdamW on 20,000 ranks
@@ -27,10 +35,10 @@ class CheckpointError(RuntimeError):
     """Error for a checkpoint that is incomplete or damaged, or could not be written. The message names the file."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(escape_unprintable(message))
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape unprintable characters in `text`, such as terminal control sequences. Newlines are kept."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 

@@ -18,17 +18,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError, refuse_to_replace
+from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError, require_only_checkpoint_files
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, convert_dcp_exception
+from layerzero.checkpoint.rank_agreement import (
+    PathLike,
+    RankLostError,
+    check_checkpoint_arguments,
+    convert_dcp_exception,
+)
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import groups_so_far, known_to_torch
+from layerzero.comm.process_groups import group_count_fields, torch_registration
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -256,7 +261,7 @@ def _prepare(
     state = CollectedState({}, {}, [], {}, [])
     try:
         finish_pending(lz_state)
-        check_usable(lz_state, optimizer)
+        check_checkpoint_arguments(lz_state, optimizer)
         if options.keep_last is not None and (not isinstance(options.keep_last, int) or options.keep_last < 1):
             raise ValueError(f"keep_last must be a positive int or None, got {options.keep_last!r}")
         if path.name.startswith("."):
@@ -267,7 +272,7 @@ def _prepare(
         if os.path.lexists(path):
             if not options.overwrite:
                 raise PathTakenError.at(path)
-            refuse_to_replace(path)
+            require_only_checkpoint_files(path)
         state = collect(
             lz_state, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
         )
@@ -297,7 +302,9 @@ def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
     model_ranks = lz_state.ranks
     group_states = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in group_states:
-        require_equal("checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=groups_so_far(model_ranks.ranks))
+        require_equal(
+            "checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=group_count_fields(model_ranks.ranks)
+        )
         staging.group = model_ranks.new_control_group()
 
 
@@ -326,7 +333,7 @@ def _write_on_all_ranks(job: _SaveJob, group: dist.ProcessGroup) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:
-        with known_to_torch(group):
+        with torch_registration(group):
             write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
     except CheckpointException as error:
         if first:

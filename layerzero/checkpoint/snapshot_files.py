@@ -29,9 +29,9 @@ __all__ = [
     "SnapshotPart",
     "SnapshotSource",
     "allocate_file",
-    "complete_snapshots",
     "create_private_folder",
     "gather_view",
+    "list_complete_tokens",
     "list_snapshot_parts",
     "map_file",
     "map_writable_file",
@@ -125,7 +125,7 @@ def map_writable_file(path: Path, size: int) -> Tensor:
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
+def list_complete_tokens(comm: Communicator, folder: Path) -> list[str]:
     """Return the tokens of snapshots that were once complete, newest first. All ranks must call this function.
 
     The list is the same on all ranks. Files of a snapshot may have been lost after the snapshot was completed.

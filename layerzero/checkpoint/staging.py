@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup
-from layerzero.device.accelerator import finish_copies, host_memory
+from layerzero.device.accelerator import host_memory, synchronize_current_stream
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
@@ -79,7 +79,7 @@ class Staging:
             original = tensors[key]
             local = original._local_tensor if isinstance(original, DTensor) else None
             copies[key] = sharded(copy, local.spec, MutationTracker()) if isinstance(local, LocalShard) else copy
-        finish_copies(self._device)
+        synchronize_current_stream(self._device)
         return copies
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.json_codec import Encoder, MergedValue
+from layerzero.checkpoint.json_codec import Encoder, MergeableValue
 from layerzero.checkpoint.subclass_tensors import to_subclass_entry
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
@@ -47,14 +47,14 @@ class RankLocalNames:
     def nothing(cls) -> RankLocalNames:
         return cls(strip_wrapper_names, lambda name: False, lambda name: False, tells=True)
 
-    def joint(self, values: Mapping[str, Any]) -> MergedValue:
+    def split_values(self, values: Mapping[str, Any]) -> MergeableValue:
         """Split `values`, keyed by stored name, into values common to all ranks and this rank's own values."""
         common = {name: value for name, value in values.items() if not self.is_rank_local(name)}
-        return MergedValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
+        return MergeableValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
 
-    def joint_names(self, names: Iterable[str]) -> MergedValue:
+    def split_names(self, names: Iterable[str]) -> MergeableValue:
         name_list = list(names)
-        return MergedValue(
+        return MergeableValue(
             [n for n in name_list if not self.is_rank_local(n)], [n for n in name_list if self.is_rank_local(n)]
         )
 
@@ -158,17 +158,17 @@ def encode_all(
     if optimizer is not None:
         state, groups = _rename_params(optimizer.state_dict_by_name(), names.to_stored)
         _check_state(names, state)
-        groups = [{**group, "params": names.rank_local_names.joint_names(group["params"])} for group in groups]
+        groups = [{**group, "params": names.rank_local_names.split_names(group["params"])} for group in groups]
         stepped = {
             "class": type(optimizer.inner).__name__,
-            "state": names.rank_local_names.joint(state),
+            "state": names.rank_local_names.split_values(state),
             "param_groups": groups,
         }
     values = {
         n: to_subclass_entry(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()
     }
     document = {
-        "model": encoder.encode(names.rank_local_names.joint(values), "model"),
+        "model": encoder.encode(names.rank_local_names.split_values(values), "model"),
         "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
         "extra": encoder.encode_tree(extra, "extra"),
     }

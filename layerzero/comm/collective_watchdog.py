@@ -418,7 +418,7 @@ def _describe_late_ranks(answers: Mapping[int, _Answer], limit: float) -> tuple[
             or "all of its ranks have joined: the link is slow, or one of their devices"
         )
         sentences.append(
-            f"{collective}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format_ranks(waiting)}: {cause}"
+            f"{collective}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_rank_numbers(waiting)}: {cause}"
         )
     return " | ".join(sentences), longest_wait
 
@@ -434,5 +434,5 @@ def _describe_rank(rank: int, answer: _Answer | None) -> str:
     )
 
 
-def _format_ranks(ranks: list[int]) -> str:
+def _rank_numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

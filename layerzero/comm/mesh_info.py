@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Communicator, backend_of, connect
-from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
+from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.layout.shard_grid import ShardGrid
@@ -210,7 +210,7 @@ def mesh_of_ranks(
     table = torch.tensor(ranks).view(world // size, size)
     row, column = _row_and_column_ranks(table)
     fields = {"zero3_size": repr(requested_size), "device_type": device_type}
-    require_equal(caller, fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
+    require_equal(caller, fields, ranks=ranks, groups=group_count_fields(row, column), failure=failure)
     world_group = dist.group.WORLD
     assert world_group is not None
     return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
@@ -264,7 +264,11 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     fields = {"zero1_group": ranks, "size of zero3_group": size}
     table = torch.tensor(ranks).view(-1, size if failure is None else 1)
     require_equal(
-        "mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_row_and_column_ranks(table)[1]), failure=failure
+        "mesh_from_groups",
+        fields,
+        ranks=ranks,
+        groups=group_count_fields(_row_and_column_ranks(table)[1]),
+        failure=failure,
     )
 
     device_type = default_device_type()

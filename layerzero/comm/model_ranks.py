@@ -26,9 +26,9 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Collective, Communicator, all_reduce, broadcast, connect
 from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.process_groups import HeldGroup, ModelGroups, groups_so_far
+from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields
 
-__all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "reduce_over"]
+__all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "all_reduce_over", "broadcast_over"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +100,9 @@ class ModelRanks:
         """Broadcast a tensor from the first rank of the model. All ranks must call this method."""
         broadcast_over(self.communicators, tensor)
 
-    def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    def all_reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a small tensor in place over all ranks. All ranks must call this method."""
-        reduce_over(self.mesh_info.over_model, number, op)
+        all_reduce_over(self.mesh_info.over_model, number, op)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the text of each rank, in the order of `ranks`. All ranks must call this method."""
@@ -125,7 +125,10 @@ class ModelRanks:
         """Return the gloo group of all ranks; the first call creates it. All ranks must call this method."""
         if not self._control_group:
             require_equal(
-                "process group for torch.distributed.checkpoint", {}, ranks=self.ranks, groups=groups_so_far(self.ranks)
+                "process group for torch.distributed.checkpoint",
+                {},
+                ranks=self.ranks,
+                groups=group_count_fields(self.ranks),
             )
             self._control_group.append(self.new_control_group())
         return self._control_group[0].group
@@ -198,7 +201,7 @@ class LateMaximum:
         return self._known[-1]
 
 
-def reduce_over(
+def all_reduce_over(
     comms: Sequence[Communicator],
     number: Tensor,
     op: dist.ReduceOp.RedOpType,

@@ -71,11 +71,11 @@ __all__ = [
     "Reservation",
     "backend_timeout",
     "drop_released_groups",
-    "groups_so_far",
+    "group_count_fields",
     "groups_to_release",
-    "known_to_torch",
     "mesh_group",
     "new_group_like",
+    "torch_registration",
     "wait_for_releases",
 ]
 
@@ -264,7 +264,7 @@ def new_group_like(
     return _create_group(ranks, like=like, device_type=device_type, backend=backend)[0]
 
 
-def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
+def group_count_fields(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     """Return the number of groups created so far for each of `members`, in the form of `groups` of `require_equal`.
 
     The members of a group must agree on this number before they create another group. See [Note: Names of groups].
@@ -309,7 +309,7 @@ def wait_for_releases() -> None:
 
 
 @contextmanager
-def known_to_torch(group: dist.ProcessGroup) -> Iterator[None]:
+def torch_registration(group: dist.ProcessGroup) -> Iterator[None]:
     """Context manager that registers `group` with torch.distributed.
 
     Inside the context, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.

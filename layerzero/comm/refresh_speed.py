@@ -10,13 +10,13 @@ import torch
 from layerzero.comm.collectives import Collective, Communicator, all_gather, all_gather_small
 from layerzero.utils.lossless_differences import LosslessDifferences
 
-__all__ = ["RefreshSpeed", "measure_refresh"]
+__all__ = ["RefreshDurations", "measure_refresh"]
 
 _NUMEL = 2**20  # weights that a rank sends and receives in a measurement
 _GAIN = 0.7  # encoding occupies the processor, so it must save at least 30% of the time
 
 
-class RefreshSpeed(NamedTuple):
+class RefreshDurations(NamedTuple):
     """Durations of a plain and an encoded refresh, in seconds."""
 
     plain: float
@@ -27,7 +27,7 @@ class RefreshSpeed(NamedTuple):
         return self.encoded < _GAIN * self.plain
 
 
-def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshSpeed:
+def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshDurations:
     """Time a plain and an encoded refresh of random weights. All ranks of the model must call this function together.
 
     The link and the processors are then as busy as in a step. The encoded messages have about 8 bits per weight, as at
@@ -51,4 +51,4 @@ def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshSp
     for _ in range(comm.size - 1):
         codec.decode(encoded, old.clone(), last_change)
     plain_seconds, codec_seconds = sent - began, time.perf_counter() - sent
-    return RefreshSpeed(plain_seconds, plain_seconds * encoded.numel() / new.nbytes + codec_seconds)
+    return RefreshDurations(plain_seconds, plain_seconds * encoded.numel() / new.nbytes + codec_seconds)

@@ -120,7 +120,7 @@ class CollectiveTrace:
         with self._record_span("add", "layerzero.add "):
             yield
 
-    def was_awaited(self, began: Any) -> None:
+    def record_background_wait(self, began: Any) -> None:
         """Record that the calling thread has waited since `began` for the thread that handles this collective."""
         if self._recorder is not None:
             self._recorder.mark("wait", self.name, began, trace=self)
@@ -240,7 +240,7 @@ class TraceDispatcher:
         with _profiler_range(f"layerzero.wait {collective} {name}".rstrip()):
             yield
         if began is not None and (trace := trace_of()) is not None:
-            trace.was_awaited(began)
+            trace.record_background_wait(began)
 
     def _close(self) -> object:
         span = self._open.pop()

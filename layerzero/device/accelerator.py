@@ -22,10 +22,10 @@ __all__ = [
     "compute_device",
     "default_device_type",
     "device_module",
-    "finish_copies",
     "host_memory",
-    "refuse_capture",
     "registers_memory",
+    "require_no_capture",
+    "synchronize_current_stream",
 ]
 
 StreamEvent = Any  # event of the device, or None on the CPU
@@ -42,7 +42,7 @@ def device_module(device: torch.device) -> Any:
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
-def refuse_capture(device: torch.device, what: str) -> None:
+def require_no_capture(device: torch.device, what: str) -> None:
     """Raise RuntimeError if the current stream of `device` is being captured into a CUDA graph.
 
     Args:
@@ -70,7 +70,7 @@ def host_memory(numel: int, dtype: torch.dtype, *, device: torch.device) -> Tens
     return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
-def finish_copies(device: torch.device) -> None:
+def synchronize_current_stream(device: torch.device) -> None:
     """Wait until all work on the current stream of a device, including copies to the host, has completed."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()

@@ -39,7 +39,7 @@ class UnitFootprint(NamedTuple):
 
     nbytes: int  # bytes of the unit's full buffers
     reshards: bool | int  # nonzero if full buffers are freed after the forward pass and after the backward pass
-    post_forward_ranks: Hashable  # key of the mesh on which the unit is gathered
+    mesh: Hashable  # key of the mesh on which the unit is gathered
     kept: int = 0  # bytes of the unit's post-forward shards
 
 
@@ -51,8 +51,8 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
-    for ranks in {unit.post_forward_ranks for unit in others}:
-        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.post_forward_ranks == ranks)
+    for ranks in {unit.mesh for unit in others}:
+        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.mesh == ranks)
         total += sum(sizes[-1 - prefetch :])
     return total
 

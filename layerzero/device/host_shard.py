@@ -20,11 +20,11 @@ from torch import Tensor
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent
 from layerzero.device.buffer_pools import BufferPool
 
-__all__ = ["Fetch", "HostShard"]
+__all__ = ["HostShard", "PendingFetch"]
 
 
 @dataclass(frozen=True)
-class Fetch:
+class PendingFetch:
     """Pending copy of a shard from host memory to the device."""
 
     transfers: HostDeviceCopies
@@ -64,12 +64,12 @@ class HostShard:
             fetch.wait()
             yield
 
-    def start_fetch(self, target: Tensor) -> Fetch:
+    def start_fetch(self, target: Tensor) -> PendingFetch:
         """Start copying the shard to `target` [numel] on the device."""
         self._fetched = self._transfers.copy(target, self.tensor, to_host=False, after=(self._stored,))
-        return Fetch(self._transfers, self._fetched)
+        return PendingFetch(self._transfers, self._fetched)
 
-    def borrow(self) -> Tensor:
+    def acquire_scratch(self) -> Tensor:
         """Return a scratch buffer on the device, 1-D [numel], to be filled and passed to :meth:`store`."""
         return self._pool.acquire(self.tensor.numel(), self.tensor.dtype)
 
@@ -79,7 +79,7 @@ class HostShard:
         self._transfers.wait(self._stored)
         self._pool.release(fresh)
 
-    def arrive(self) -> Tensor:
+    def read_on_host(self) -> Tensor:
         """Wait until the host may read the shard, and return the shard."""
         self._transfers.finish(self._stored)
         return self.tensor

@@ -107,7 +107,7 @@ class ReductionStreams(ABC):
         return False
 
     @abstractmethod
-    def gradients_ready(self) -> Waitable:
+    def record_gradients_event(self) -> Waitable:
         """Record and return an event that completes after the program's work so far, which includes its gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
@@ -299,7 +299,7 @@ class ThreadStreams(ReductionStreams):
     def failed(self) -> bool:
         return self._launcher.failed
 
-    def gradients_ready(self) -> Waitable:
+    def record_gradients_event(self) -> Waitable:
         for stream in self._threads:  # start the threads before any collective is in flight
             stream.start()
         return _COMPLETED
@@ -351,7 +351,7 @@ class ImmediateStreams(ReductionStreams):
     def __init__(self) -> None:
         self.zero3 = self.replica = _ImmediateStream()
 
-    def gradients_ready(self) -> Waitable:
+    def record_gradients_event(self) -> Waitable:
         return _COMPLETED
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
@@ -420,7 +420,7 @@ class DeviceStreams(ReductionStreams):
         self._first_stream = self._module.current_stream()
         self.zero3, self.replica = DeviceStream(device), DeviceStream(device)
 
-    def gradients_ready(self) -> Waitable:
+    def record_gradients_event(self) -> Waitable:
         current = self._module.current_stream()
         streams = (current,) if current == self._first_stream else (current, self._first_stream)
         return _DeviceEvents(self._module, streams)

@@ -62,7 +62,7 @@ class Job:
             reports = {rank: RankReport.from_json(text) for rank, text in messages.items()}
             findings = [*merge_findings(reports), *check_ranks(reports)]
             if missing := set(range(self.world)) - reports.keys():
-                findings.append(self._late_ranks(missing, "ranks"))
+                findings.append(self._late_ranks_finding(missing, "ranks"))
             else:
                 per_node = node_size(reports) or 0
                 text = (
@@ -96,7 +96,7 @@ class Job:
         findings = check_speeds(result) if result is not None else []
         findings += _check_transports({rank: json.loads(text) for rank, text in messages.items()})
         if missing := set(range(self.world)) - messages.keys():
-            findings.append(self._late_ranks(missing, _GROUP))
+            findings.append(self._late_ranks_finding(missing, _GROUP))
         return findings
 
     def _measure(self, per_node: int) -> tuple[ProbeResult, str]:
@@ -130,7 +130,7 @@ class Job:
             self._texts.wait(list(keys.values()), 2 * self.timeout)  # other ranks may wait for a timeout themselves
         return {rank: self._texts.get(key).decode() for rank, key in keys.items() if self._texts.check([key])}
 
-    def _late_ranks(self, ranks: Collection[int], group: str) -> Finding:
+    def _late_ranks_finding(self, ranks: Collection[int], group: str) -> Finding:
         text = f"{format_ranks(ranks)} did not take part within {2 * self.timeout.total_seconds():g} s"
         return Finding(group, "problem", text, "Read the last output of each. If they need more time, pass --timeout")
 

@@ -18,10 +18,10 @@ from layerzero.doctor.findings import Finding, Level
 __all__ = [
     "check_apex",
     "check_extras",
-    "check_folder",
     "check_imports",
     "check_layerzero",
     "check_packages",
+    "check_shadowed_imports",
     "installed_versions",
 ]
 
@@ -45,7 +45,7 @@ def check_packages(version: str, package: Path, folder: Path, path: Sequence[str
     installed = list(distributions(path=list(path)))
     return [
         *check_layerzero(version, package, installed),
-        *check_folder(folder, package),
+        *check_shadowed_imports(folder, package),
         *check_apex(path),
         *check_extras(installed),
         *check_imports(_IMPORTED),
@@ -98,7 +98,7 @@ def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) 
     return findings
 
 
-def check_folder(folder: Path, package: Path) -> list[Finding]:
+def check_shadowed_imports(folder: Path, package: Path) -> list[Finding]:
     """Check that no file in the folder of a program hides layerzero or torch."""
     findings = []
     for name, own_folder in (("layerzero", package), ("torch", Path(torch.__file__).parent)):

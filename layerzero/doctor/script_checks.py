@@ -64,7 +64,7 @@ def mistakes(tree: ast.Module) -> list[Mistake]:
     assigns_elsewhere = any(isinstance(node, (ast.Global, ast.Nonlocal)) for node in ast.walk(tree))
     all_mistakes = [*_calls_on_one_rank(tree, names)]
     for block in () if assigns_elsewhere else _blocks(tree):
-        all_mistakes += _wrapped_twice(block, names)
+        all_mistakes += _double_wraps(block, names)
         all_mistakes += _steps_of_wrapped_optimizers(block, names)
         for name, later in _sharded_models(block, names):
             all_mistakes += _refused_uses(name, later, names, saves=not has_full_parameters)
@@ -146,7 +146,7 @@ def _sharded_models(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterato
                 yield name, following[:end]
 
 
-def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
+def _double_wraps(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
     """Yield calls that shard a model that has a wrapper, or wrap a model that is sharded."""
     wrapped: dict[str, str] = {}  # wrapper by variable
     for statement in block:
@@ -239,13 +239,13 @@ def _unsharded_optimizers(
         if all(_method_call(inner_call) != (name, "parameters") for inner_call in _calls(call)):
             continue
         for optimizer in _assigned_names(statement):
-            if _only_steps(optimizer, tree, names) and _first_step(optimizer, following[index + 1 :]):
+            if _never_escapes(optimizer, tree, names) and _first_step(optimizer, following[index + 1 :]):
                 text = f"{optimizer} updates the parameters of {name}, which is sharded"
                 fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
                 yield Mistake(call.lineno, text, fix)
 
 
-def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
+def _never_escapes(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
     """Return whether a program uses an optimizer only through its attributes and in calls to torch and layerzero."""
     allowed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.dtensor.op_errors import named_error, penalty_message
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["with_origin"]
+__all__ = ["set_origin"]
 
 
 class Derived(DTensor):
@@ -47,17 +47,17 @@ class Derived(DTensor):
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 raise named_error(error, func, derived.origin) from error
-        return with_origin(result, derived.origin)
+        return set_origin(result, derived.origin)
 
 
-def with_origin(made: Any, origin: RowShardSpec) -> Any:
+def set_origin(made: Any, origin: RowShardSpec) -> Any:
     """Convert each DTensor in `made` that has a ``grad_fn`` to :class:`Derived` in place, and return `made`."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
-    return tree_map_only(DTensor, partial(_with_origin, origin), made)
+    return tree_map_only(DTensor, partial(_set_origin, origin), made)
 
 
-def _with_origin(origin: RowShardSpec, result: DTensor) -> DTensor:
+def _set_origin(origin: RowShardSpec, result: DTensor) -> DTensor:
     if type(result) is DTensor and result.grad_fn is not None:
         result.__class__ = Derived
         result.origin = origin  # type: ignore[attr-defined]

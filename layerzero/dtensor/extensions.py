@@ -237,7 +237,7 @@ class ExtendedGather:
         """Increment the version counter, so that autograd rejects graphs that have saved the gathered parameter."""
         increment_version(self.parameter)
 
-    def gather(self, *, name: str) -> PendingExtension:
+    def gather(self, *, name: str) -> PendingExtendedGather:
         """Launch the gather of the inputs that ``fsdp_pre_all_gather`` returns.
 
         That method may call collectives on the mesh of the ZeRO-3 group.
@@ -267,7 +267,7 @@ class ExtendedGather:
             if storage.nbytes():
                 storages.free(storage)
 
-    def arrived(self) -> None:
+    def release_inputs(self) -> None:
         """Release the inputs of a gather that has finished."""
         self._sent = []
 
@@ -299,7 +299,7 @@ class ExtendedGather:
             )
         return inputs, metadata
 
-    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> PendingExtension:
+    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> PendingExtendedGather:
         self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
         works = []
         for buffer, sent in zip(self._buffers, self._sent, strict=True):
@@ -307,7 +307,7 @@ class ExtendedGather:
                 buffer.copy_(sent)
             elif sent.numel():
                 works.append(all_gather(self._comm, collective, buffer, sent, name=name))
-        return PendingExtension(works, self)
+        return PendingExtendedGather(works, self)
 
     def _build_parameter(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
         """Build the gathered parameter. Return the parameter and the storages that the class has allocated for it."""
@@ -337,7 +337,7 @@ class ExtendedGather:
 
 
 @dataclass(frozen=True)
-class PendingExtension:
+class PendingExtendedGather:
     """In-flight gather of a parameter whose class has an all-gather extension."""
 
     works: Sequence[PendingCollective]
@@ -346,7 +346,7 @@ class PendingExtension:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.gather.arrived()
+        self.gather.release_inputs()
 
 
 class _without_autograd:

@@ -84,7 +84,7 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     rows.copy_(value_rows)
 
 
-def is_noop_move(target: DTensor, moved: Tensor) -> bool:
+def check_move_is_noop(target: DTensor, moved: Tensor) -> bool:
     """Return True if `moved`, the result of a module move, leaves `target` unchanged.
 
     See [Note: Module moves and conversions].
@@ -148,6 +148,6 @@ FUNCTION_OVERRIDES: dict[
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in GRAD_ACCESSORS},
-    torch._has_compatible_shallow_copy_type: is_noop_move,
+    torch._has_compatible_shallow_copy_type: check_move_is_noop,
     Tensor.share_memory_: refuse_sharing,
 }

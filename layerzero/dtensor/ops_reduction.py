@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.comm.model_ranks import reduce_over
+from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.op_errors import row_move_message
 from layerzero.dtensor.ops_random import is_in_trunc_normal
@@ -123,7 +123,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
     found_on_device = found.to(device)  # `found` is in host memory if the gradients are in host memory
-    reduce_over(comms, found_on_device, dist.ReduceOp.MAX)
+    all_reduce_over(comms, found_on_device, dist.ReduceOp.MAX)
     found.copy_(found_on_device)
 
 

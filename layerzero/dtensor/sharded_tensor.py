@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.derived import with_origin
+from layerzero.dtensor.derived import set_origin
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -184,7 +184,7 @@ class RowShardedTensor(DTensor):
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
         return sharded(rows, self._local_tensor.spec, MutationTracker())
 
-    def within_bounds(self) -> RowShardedTensor:
+    def as_within_bounds(self) -> RowShardedTensor:
         """Return a detached alias for which ``lt`` and ``gt`` always return False without communication.
 
         ``nn.init.trunc_normal_`` therefore does not draw again. See [Note: Random numbers by global row] in
@@ -425,4 +425,4 @@ def _mark_derived(result: Any, args: Sequence[Any]) -> Any:
     if type(result) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return result
     parameter = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
-    return result if parameter is None else with_origin(result, parameter._local_tensor.spec)
+    return result if parameter is None else set_origin(result, parameter._local_tensor.spec)

@@ -16,7 +16,7 @@ __all__ = [
     "in_backward",
     "is_called",
     "is_recursive_call",
-    "refuse_transforms",
+    "require_no_transform",
 ]
 
 _SHOWN = 4  # maximum number of buffers in a message
@@ -60,7 +60,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def refuse_transforms(label: str) -> None:
+def require_no_transform(label: str) -> None:
     """Raise if a forward pass is traced or transformed, because weights can be gathered only in eager mode.
 
     Raises:
@@ -75,16 +75,16 @@ def refuse_transforms(label: str) -> None:
             "dimension for vmap, or transform an unsharded copy (layerzero.full_state_dict)"
         )
     if torch._C._get_tracing_state() is not None:
-        _refuse_capture("torch.jit.trace", label)
+        _raise_capture_error("torch.jit.trace", label)
     if torch.compiler.is_exporting() or _is_proxied():
-        _refuse_capture("torch.export or make_fx", label)
+        _raise_capture_error("torch.export or make_fx", label)
 
 
 def _is_proxied() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def _refuse_capture(operation: str, label: str) -> None:
+def _raise_capture_error(operation: str, label: str) -> None:
     raise RuntimeError(
         f"{operation} of {label} of a model sharded by layerzero is not supported: it would record collectives. Load "
         "layerzero.full_state_dict(model) into an unsharded model, and capture that model. torch.compile is supported "

@@ -173,7 +173,7 @@ class GradientBuffer:
         """
         _, parts = self._opened or self._open_storage()
         if SlotState.EXPOSED in self._states:
-            self._refuse_unclaimed(parts)
+            self._require_claimed(parts)
         self._fill_holes(parts)
         self._states = bytearray(len(self._states))
         if not self.storage.fixed:
@@ -210,7 +210,7 @@ class GradientBuffer:
         if self.storage.returns_memory:  # views would keep the memory allocated
             self._parts.clear()
 
-    def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
+    def _require_claimed(self, parts: list[Tensor]) -> None:
         for slot, state in enumerate(self._states):
             if state == SlotState.EXPOSED and parts[slot].any():
                 raise RuntimeError(

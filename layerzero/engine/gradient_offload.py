@@ -120,7 +120,7 @@ class OffloadedStorage(GradientStorage):
     @property
     def blocked(self) -> bool:
         with self.guard:
-            return self._unit_accumulators.slab is None and self._slabs.free_slab() is None
+            return self._unit_accumulators.slab is None and self._slabs.find_unleased_slab() is None
 
     def open(self, *, keep: bool) -> Tensor:
         with self.guard:
@@ -225,7 +225,7 @@ class _Slabs:
             accumulators.leave_slab()
         return accumulators
 
-    def free_slab(self) -> _Slab | None:
+    def find_unleased_slab(self) -> _Slab | None:
         """Return the least recently used slab that is not leased, or None if all slabs are leased."""
         for slab in self._slabs:
             if slab.accumulators is None or not slab.accumulators.leased:
@@ -234,7 +234,7 @@ class _Slabs:
 
     def assign_slab(self, accumulators: _UnitAccumulators) -> _Slab:
         """Return the slab of a unit. If the unit has no slab, first assign one to it."""
-        slab = accumulators.slab or self.free_slab()
+        slab = accumulators.slab or self.find_unleased_slab()
         assert slab is not None, "collectives read both slabs"
         if slab.accumulators is not accumulators:
             if slab.accumulators is not None:

@@ -22,10 +22,10 @@ from layerzero.engine.gathered_params import consume_main_grad_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
 from layerzero.engine.handle_gradients import HandleGradients
-from layerzero.engine.hyperparameter_check import SettingsCheck
+from layerzero.engine.hyperparameter_check import HyperparameterCheck
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_queue import ReductionQueue
-from layerzero.engine.used_params import PendingUse, UsedParamMap
+from layerzero.engine.used_params import PendingUsage, UsedParamMap
 from layerzero.layout.grad_usage import GradUsage
 
 __all__ = ["GradientReducer"]
@@ -66,9 +66,9 @@ class GradientReducer:
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # handles in the order of the queue
         self._rebuild_queue()
-        self.settings = SettingsCheck(model_ranks)
-        self._last_use: PendingUse | None = None  # the latest exchange of usage bytes
-        self._pending_use: PendingUse | None = None  # the same exchange, until it has been waited for
+        self.settings = HyperparameterCheck(model_ranks)
+        self._last_use: PendingUsage | None = None  # the latest exchange of usage bytes
+        self._pending_use: PendingUsage | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
         self.lazy_grad = LazyGrad(self._publish_when_agreed)
@@ -121,7 +121,7 @@ class GradientReducer:
         with plain_access():
             for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
-                grad_attribute.gradients.begin_pass(reduces=reduces)
+                grad_attribute.gradients.set_reduces(reduces=reduces)
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.
@@ -165,7 +165,7 @@ class GradientReducer:
         self.queue.finish(across_replicas=reduces)
         self._status = GradientStatus.FINAL if reduces else GradientStatus.UNREDUCED
         with plain_access():
-            is_lazy = isinstance(used, PendingUse) and self._order_agreed
+            is_lazy = isinstance(used, PendingUsage) and self._order_agreed
             if is_lazy and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
                 for grad_attribute in self._grad_attributes:
                     grad_attribute.unlock()
@@ -192,7 +192,7 @@ class GradientReducer:
         The contributions of the failed pass cannot be separated from earlier contributions.
         """
         self._status = GradientStatus.INVALID
-        self.queue.abandon()
+        self.queue.drain()
         for grad_attribute in self._grad_attributes:
             grad_attribute.gradients.abort()
             with plain_access():
@@ -319,7 +319,7 @@ class GradientReducer:
 
     # Agreement
 
-    def _agree_on_use(self) -> bytes | PendingUse:
+    def _agree_on_use(self) -> bytes | PendingUsage:
         """Start the exchange that determines which parameters any rank has used.
 
         If this rank has used every parameter, the result is known in advance. In this case, the rank still sends its
@@ -341,7 +341,7 @@ class GradientReducer:
         )
         return bytes(local) if is_known else self._pending_use
 
-    def _publish_grads(self, agreement: bytes | PendingUse | None) -> None:
+    def _publish_grads(self, agreement: bytes | PendingUsage | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
         agreed = agreement is not None or self._model_ranks.size == 1
@@ -351,7 +351,7 @@ class GradientReducer:
         if agreement is self._pending_use:
             self._pending_use = None
 
-    def _take_agreed(self, agreement: bytes | PendingUse) -> None:
+    def _take_agreed(self, agreement: bytes | PendingUsage) -> None:
         usage = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):

@@ -108,11 +108,11 @@ class Handle:
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
-        self._inspect: Inspect | None = None
+        self._inspector: Inspect | None = None
         self.gradients: HandleGradients | None = None  # None until a parameter requires a gradient
         self.grads: GradAttribute | None = None  # exists together with `gradients`
         if self.trainable:
-            self._start_gradients()
+            self._create_gradients()
         self._version = self._gathered_params.version
         self._free_full()
 
@@ -270,7 +270,7 @@ class Handle:
                 + ". Change the sharded parameter between steps instead"
             )
 
-    def evaluate_in_full_precision(self, enabled: bool) -> None:
+    def set_full_precision(self, enabled: bool) -> None:
         """Set whether later gathers read the masters (`enabled` is True) or the compute weights.
 
         This has an effect only if the compute dtype is less precise than the dtype of the masters. The handle must be
@@ -351,7 +351,7 @@ class Handle:
 
     # Gradients
 
-    def _start_gradients(self) -> None:
+    def _create_gradients(self) -> None:
         self.gradients = HandleGradients(
             self.layout,
             self.reduction_spec,
@@ -360,19 +360,19 @@ class Handle:
             mesh=self._mesh,
             to_host=self.weights.to_host,
         )
-        self.gradients.inspect = self._inspect
+        self.gradients.inspector = self._inspector
         self.grads = GradAttribute(self.members, self.gradients)
 
     @property
-    def inspect(self) -> Inspect | None:
+    def inspector(self) -> Inspect | None:
         """Callback that receives this rank's gradients, by slot, before they are sent."""
-        return self._inspect
+        return self._inspector
 
-    @inspect.setter
-    def inspect(self, inspect: Inspect | None) -> None:
-        self._inspect = inspect
+    @inspector.setter
+    def inspector(self, inspector: Inspect | None) -> None:
+        self._inspector = inspector
         if self.gradients is not None:
-            self.gradients.inspect = inspect
+            self.gradients.inspector = inspector
 
     @property
     def requires_grad_error(self) -> ValueError | None:
@@ -390,6 +390,6 @@ class Handle:
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:
-            self._start_gradients()
+            self._create_gradients()
         if self.gradients is not None:
             self.gradients.pending_slots.set_trainable([member.gathered.requires_grad for member in self.members])

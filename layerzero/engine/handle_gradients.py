@@ -118,10 +118,10 @@ class HandleGradients:
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
         self._residual_state = ResidualState.PENDING
         self._live_slots: set[int] = set()  # slots whose gradients were not dropped since the errors were stored
-        self.inspect: Inspect | None = None  # called with incoming gradients by slot, before they are sent
+        self.inspector: Inspect | None = None  # called with incoming gradients by slot, before they are sent
 
     @property
-    def parts(self) -> tuple[int, ...] | None:
+    def replica_part_sizes(self) -> tuple[int, ...] | None:
         """Number of elements that each replica receives in hop 2, or None if all parts are equal."""
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
@@ -174,7 +174,7 @@ class HandleGradients:
 
     # Error feedback
 
-    def residual_to_add(self) -> Tensor | None:
+    def take_residual(self) -> Tensor | None:
         """Return the errors to add to the next encoded message, 1-D, bf16. Return None without error feedback.
 
         Call this method only when the next message is created, because it changes the state of the errors.
@@ -270,7 +270,7 @@ class HandleGradients:
 
     # One backward pass
 
-    def begin_pass(self, *, reduces: bool) -> None:
+    def set_reduces(self, *, reduces: bool) -> None:
         """Begin a backward pass.
 
         Args:
@@ -284,7 +284,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.CONTRIBUTED
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
-    def take_main_grad(self, slot: int) -> None:
+    def record_main_grad(self, slot: int) -> None:
         """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_ready(slot)
@@ -322,10 +322,10 @@ class HandleGradients:
         if not stages:
             self.incoming.close_until_write()
             return None
-        if self.inspect is not None and stages[0].source is self.spec.incoming_extent:
-            self.inspect(self.buffers[self.spec.incoming_extent].filled_parts())
+        if self.inspector is not None and stages[0].source is self.spec.incoming_extent:
+            self.inspector(self.buffers[self.spec.incoming_extent].filled_parts())
             if self._separate is not None and not self.spec.accumulator_is_reduced:
-                self.inspect(self._separate.filled_parts())
+                self.inspector(self._separate.filled_parts())
         return HandleReduction(self, stages)
 
     def abort(self) -> None:
@@ -377,16 +377,16 @@ class HandleGradients:
         """Drop all contributions to one parameter and set its gradient to zero."""
         self.drop([slot])
         self.final.zero(slot)
-        self._restore_aliased()
+        self._make_final_readable()
         self.usage[slot] = GradUsage.PUBLISHED
 
     def replace_rows(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient. `rows` has the shape of the master."""
         self._wait_for_reduction()
         self.final.overwrite(slot, rows)
-        self._restore_aliased()
+        self._make_final_readable()
 
-    def _restore_aliased(self) -> None:
+    def _make_final_readable(self) -> None:
         """Make the final gradient readable by the user."""
         self.final.close_until_write()
         self.final.storage.wait_for_host()
@@ -478,7 +478,7 @@ class HandleReduction:
 
     def _submit_to_device(self, streams: ReductionStreams) -> None:
         """Enqueue each stage on its stream, which runs the collective and then adds the result."""
-        ready = streams.gradients_ready()
+        ready = streams.record_gradients_event()
         for number, stage in enumerate(self._stages):
             stream, is_encoded = self._stream_of(stage), stage.codec is not None
             launches = streams.zero3 if is_encoded else stream  # encodes while `stream` decodes an earlier message
@@ -486,7 +486,7 @@ class HandleReduction:
             launches.run(partial(self._launch, stage, is_first=number == 0))
             stream.wait_event(self)  # runs the reduction, or waits for an encoded reduction and its launch
             stream.run(partial(self._add_received, stage))
-            ready = stream.record_event(self._waiting(number))
+            ready = stream.record_event(self._wait_recorder(number))
             self.finished_events.append(ready)
             comm = self._comm_of(stage)
             if comm.uses_streams and is_encoded:
@@ -496,7 +496,7 @@ class HandleReduction:
 
     def _submit_to_threads(self, streams: ReductionStreams) -> None:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""
-        streams.gradients_ready()
+        streams.record_gradients_event()
         if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
             waiting = partial(record_wait, self.gradients.mesh_info.counters, Collective.HOP1)
             streams.zero3.record_event(waiting).wait()
@@ -507,7 +507,7 @@ class HandleReduction:
                 stream.wait_event(self.finished_events[-1])  # the previous stage has then launched this one
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage, next_stage))
-            self.finished_events.append(stream.record_event(self._waiting(number)))
+            self.finished_events.append(stream.record_event(self._wait_recorder(number)))
 
     def _stream_of(self, stage: ReductionStage) -> Stream:
         return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
@@ -516,7 +516,7 @@ class HandleReduction:
         mesh_info = self.gradients.mesh_info
         return mesh_info.zero3_reduce_comm if stage.collective is Collective.HOP1 else mesh_info.replica_comm
 
-    def _waiting(self, number: int) -> Waiting:
+    def _wait_recorder(self, number: int) -> Waiting:
         """Return a function whose context records the host's wait for the stage with the index `number`."""
         gradients, collective = self.gradients, self._stages[number].collective
         return partial(record_wait, gradients.mesh_info.counters, collective, gradients.label, self._launched, number)
@@ -586,9 +586,9 @@ class HandleReduction:
         gradients, name = self.gradients, self.gradients.label
         if stage.collective is Collective.HOP1:
             return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
-        comm, parts = self._comm_of(stage), gradients.parts
+        comm, parts = self._comm_of(stage), gradients.replica_part_sizes
         if (encoded := gradients.encoded_parts_spec) is not None:
-            residual = gradients.residual_to_add()
+            residual = gradients.take_residual()
             return encoded_reduce_scatter(
                 comm, stage.collective, sent, pool, encoded, residual=residual, name=name, parts=parts
             )

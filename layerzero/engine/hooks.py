@@ -46,9 +46,9 @@ __all__ = [
     "get_states",
     "is_closed",
     "managed_params_in",
+    "owning_units",
     "register_hooks",
     "remove_hooks",
-    "units_within",
 ]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -93,7 +93,7 @@ def is_closed(model: nn.Module) -> bool:
     return any(isinstance(hook, _ClosedPreForwardHook) for hook in model._forward_pre_hooks.values())
 
 
-def refuse_closed(module: nn.Module) -> None:
+def require_not_closed(module: nn.Module) -> None:
     """Raise RuntimeError if `module`, or a module inside it, is a closed model or a unit of one."""
     if any(is_closed(each) for each in module.modules()):
         raise RuntimeError(CLOSED)
@@ -153,8 +153,8 @@ def get_state(model: nn.Module) -> LayerZeroState:
             if not hook.is_on_root:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.lz_state
-    refuse_closed(model)
-    if inside := ", ".join(repr(path) for path in _models_in(model)):
+    require_not_closed(model)
+    if inside := ", ".join(repr(path) for path in _states_in(model)):
         raise ValueError(
             f"this {type(model).__name__} is not sharded, but contains sharded models: {inside}. Call this function "
             "for each of these models"
@@ -168,11 +168,11 @@ def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
     Raises:
         TypeError, ValueError: `model` is not a module, contains no sharded model, or is a part of a sharded model.
     """
-    inside = _models_in(model) if isinstance(model, nn.Module) else {}
+    inside = _states_in(model) if isinstance(model, nn.Module) else {}
     return inside or {"": get_state(model)}
 
 
-def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
+def _states_in(module: nn.Module) -> dict[str, LayerZeroState]:
     """Return the state of each sharded model in `module`, including `module` itself, keyed by attribute path."""
     return {
         path: hook.lz_state
@@ -210,7 +210,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
         ids = set(inside)
         members += [m for m in lz_state.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
     if not members_by_state:
-        refuse_closed(module)
+        require_not_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (
                 not isinstance(hook, _PreForwardHook) or hook.lz_state
@@ -231,7 +231,7 @@ def forward_hooks(module: nn.Module) -> tuple[_PreForwardHook, _PostForwardHook]
     before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _PreForwardHook)), None)
     after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _PostForwardHook)), None)
     if before is None or after is None:
-        refuse_closed(module)
+        require_not_closed(module)
         raise ValueError(
             f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of a "
             "sharded model"
@@ -239,7 +239,7 @@ def forward_hooks(module: nn.Module) -> tuple[_PreForwardHook, _PostForwardHook]
     return before, after
 
 
-def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
+def owning_units(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     """Return the units that own the parameters of `module`, keyed by state, in the order of the model.
 
     Units nested in `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded``, no
@@ -248,7 +248,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     Raises:
         ValueError: all parameters of `module` are in units nested in it.
     """
-    refuse_closed(module)
+    require_not_closed(module)
     units_by_state: dict[LayerZeroState, set[Unit]] = {}
     pending, has_inner_units, has_own_params = [module], False, False
     while pending:

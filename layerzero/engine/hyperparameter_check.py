@@ -25,13 +25,13 @@ from torch import Tensor
 from layerzero.comm.agreement import format_values
 from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 
-__all__ = ["DIGEST_BYTES", "SettingsCheck"]
+__all__ = ["DIGEST_BYTES", "HyperparameterCheck"]
 
 DIGEST_BYTES = 16  # one half for the digest, one half for its complement
 Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group
 
 
-class SettingsCheck:
+class HyperparameterCheck:
     """Comparison of optimizer settings between all ranks; see [Note: Digest of optimizer settings]."""
 
     def __init__(self, model_ranks: ModelRanks) -> None:

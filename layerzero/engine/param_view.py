@@ -11,7 +11,7 @@ import torch
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.unit import Unit
 
-__all__ = ["ParamView", "active_view", "refuse_gradients", "refuse_sharded"]
+__all__ = ["ParamView", "active_view", "require_no_grad", "require_unsharded"]
 
 
 class ParamView(enum.Enum):
@@ -26,7 +26,7 @@ class ParamView(enum.Enum):
     EMA = "EMA.swapped()"  # writes to masters are undone on exit
 
 
-def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
+def require_no_grad(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
     """Raise RuntimeError if gradients are enabled in a forward pass inside `view`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -35,7 +35,7 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
         )
 
 
-def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
+def require_unsharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
     """Raise RuntimeError if a forward pass inside ``layerzero.unsharded`` needs a parameter that is still sharded."""
     if sharded := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(

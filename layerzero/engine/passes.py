@@ -256,7 +256,7 @@ class BackwardPass:
         """Return whether the backward pass of any call to the unit, or of any use of its weights, is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
-    def refuse_early_gradient(self, handle: Handle, slot: int) -> None:
+    def require_unit_reached(self, handle: Handle, slot: int) -> None:
         """Raise an error if the pass has not reached the unit of a parameter that receives a gradient.
 
         The weights of the unit are then not gathered, and the gradient may be computed from freed memory. The check

@@ -130,7 +130,7 @@ class ReductionQueue:
             while gradients.is_blocked and events:
                 events.popleft().wait()
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         """End a failed backward pass, and make later work wait for the gradients that have arrived.
 
         Reductions that were started are completed. Their progress differs between ranks, but all ranks must launch the
@@ -139,7 +139,7 @@ class ReductionQueue:
         """
         with suppress(Exception):
             self.wait_for_in_flight()
-        self.streams.gradients_ready().wait()
+        self.streams.record_gradients_event().wait()
         self._next = 0
 
     def _next_reduction(self, *, across_replicas: bool) -> HandleReduction | None:

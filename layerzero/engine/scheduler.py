@@ -56,18 +56,18 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from layerzero.comm.failure_report import CollectiveError
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.config import LayerZeroConfig
-from layerzero.device.accelerator import device_module, refuse_capture
+from layerzero.device.accelerator import device_module, require_no_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
-from layerzero.engine.call_context import in_backward, is_called, is_recursive_call, refuse_transforms
+from layerzero.engine.call_context import in_backward, is_called, is_recursive_call, require_no_transform
 from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle
 from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus
-from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
+from layerzero.engine.param_view import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, StreamUse, UnitCall
 from layerzero.engine.resources import ModelPools
-from layerzero.engine.unit import Unit, gather_orders
+from layerzero.engine.unit import Unit, make_gather_order_checks
 from layerzero.engine.weight_refresh import WeightRefresher
 from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import iter_tensors, map_tensors
@@ -132,8 +132,8 @@ class Scheduler(Closable):
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
         self.no_sync_hint = NoSyncHint(would_save=any(gradients.benefits_from_no_sync for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self._units)}
-        self._orders = gather_orders(self._units)
-        self._full_precision_orders = gather_orders(self._units, full_precision=True)
+        self._orders = make_gather_order_checks(self._units)
+        self._full_precision_orders = make_gather_order_checks(self._units, full_precision=True)
         self.apply_unit_settings()
 
     # Explicit control of gathers
@@ -147,7 +147,7 @@ class Scheduler(Closable):
         self._last_unit_stays = on_device and len(self._orders) == 1
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         prefetch_depth = max([self._config.prefetch, *map(len, lists)])
-        self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], prefetch_depth)
+        self._pools.full.limit = max_gathered_bytes([unit.gathered_footprint for unit in self._units], prefetch_depth)
 
     def unshard(self, unit: Unit) -> None:
         """Launch the gather of a unit for a later forward pass."""
@@ -174,24 +174,24 @@ class Scheduler(Closable):
                 "layerzero.gathered, which need its weights. Call reshard() afterwards"
             )
         self._ahead.discard(unit)
-        unit.show_sharded()
+        unit.install_sharded()
         unit.reshard()
 
     # Forward
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if ParamView.UNSHARDED in self.status.active_views:
-            refuse_gradients(unit.label)
-            refuse_sharded(unit, self.status.unsharded)
+            require_no_grad(unit.label)
+            require_unsharded(unit, self.status.unsharded)
             return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
         if ParamView.FULL_PRECISION in self.status.active_views:
-            refuse_gradients(unit.label, ParamView.FULL_PRECISION)
+            require_no_grad(unit.label, ParamView.FULL_PRECISION)
         interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
         if self._forward is None or interrupted:
             self.recover_interrupted_pass()
         call = UnitCall(unit, around=tuple(self._running))
         self._running.append(call)  # append first: post_forward runs even if this method raises
-        refuse_transforms(unit.label)
+        require_no_transform(unit.label)
         if self._forward is None and not in_backward():
             self._begin_forward(unit)
         self._gather(unit)
@@ -204,8 +204,8 @@ class Scheduler(Closable):
                 self._forward.prefetched.add(next_unit)
                 self._gather(next_unit)
         self._wait(unit)
-        unit.show_gathered()
-        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._compute_dtypes(unit))
+        unit.install_gathered()
+        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._full_precision_dtypes(unit))
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
         self._observer.begin("forward", unit.label, call)
@@ -223,8 +223,8 @@ class Scheduler(Closable):
         self._running.remove(call)
         self._ahead.discard(unit)
         if self._is_idle(unit):
-            unit.show_sharded()
-        output = unit.cast_output(output, computes_in=self._compute_dtypes(unit))
+            unit.install_sharded()
+        output = unit.cast_output(output, computes_in=self._full_precision_dtypes(unit))
         if not (torch.is_grad_enabled() and self._stays_gathered(unit)):
             output = unit.copy_aliases(output)
         awaits_backward = False
@@ -251,7 +251,7 @@ class Scheduler(Closable):
         forward = self._forward if may_stay else None
         return forward is not None and forward.entry_unit is self._units[0] and forward.is_expected_last(unit)
 
-    def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
+    def _full_precision_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""
         return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
@@ -269,7 +269,7 @@ class Scheduler(Closable):
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
-        refuse_capture(self._mesh_info.device, f"the forward of {entry.label}")
+        require_no_capture(self._mesh_info.device, f"the forward of {entry.label}")
         self._apply_user_changes("a forward")
         units = self._units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
@@ -278,7 +278,7 @@ class Scheduler(Closable):
     def prepare_gathers(self) -> None:
         """Prepare for gathers outside of a forward pass, which then use the same weights as the next forward pass."""
         if self._forward is None and not in_backward():
-            refuse_capture(self._mesh_info.device, "a gather outside of forwards")
+            require_no_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
             self._apply_user_changes("a gather outside of forwards")
 
@@ -288,7 +288,7 @@ class Scheduler(Closable):
         Args:
             what: name of the user's call, for messages.
         """
-        self._refuse_streams(what)
+        self._require_no_stream(what)
         self.status.require_usable()
         if torch.is_grad_enabled():  # reference forward passes without gradients may temporarily freeze adapters
             self._gradients.apply_requires_grad()
@@ -344,9 +344,9 @@ class Scheduler(Closable):
         See [Note: Weights outside of forwards].
         """
         label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
-        refuse_transforms(label)
+        require_no_transform(label)
         if ParamView.FULL_PRECISION in self.status.active_views:
-            refuse_gradients(label, ParamView.FULL_PRECISION)
+            require_no_grad(label, ParamView.FULL_PRECISION)
         self.prepare_gathers()
         forward = self._forward or self._last_forward()
         use = GatheredUse(units, forward if torch.is_grad_enabled() else None)
@@ -356,7 +356,7 @@ class Scheduler(Closable):
                 self._gather(unit)
             for unit in units:
                 self._wait(unit)
-                unit.show_gathered()
+                unit.install_gathered()
                 for handle in unit.handles:
                     handle.used_in_context = True
             with self._saved_tensors_hooks(use):
@@ -368,7 +368,7 @@ class Scheduler(Closable):
             self._uses.remove(use)
             for unit in units:
                 if self._is_idle(unit):
-                    unit.show_sharded()
+                    unit.install_sharded()
                     if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
 
@@ -390,7 +390,7 @@ class Scheduler(Closable):
         finally:
             self._uses.remove(use)
 
-    def _refuse_streams(self, operation: str) -> None:
+    def _require_no_stream(self, operation: str) -> None:
         if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
             raise RuntimeError(f"{operation} is not possible {stream.reason_not_writable}")
 
@@ -432,7 +432,7 @@ class Scheduler(Closable):
             self._gather(unit)
         for unit in use.units:
             self._wait(unit)
-            unit.show_gathered()
+            unit.install_gathered()
 
     def _end_uses_after(self, backward: BackwardPass, call: UnitCall) -> None:
         """End the uses of gathered weights that began after `call` had returned, and free their units."""
@@ -487,7 +487,7 @@ class Scheduler(Closable):
         if not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
         self._wait(unit)
-        unit.show_gathered()
+        unit.install_gathered()
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
@@ -573,7 +573,7 @@ class Scheduler(Closable):
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
         backward = self._enter_backward(handle.members[slot].name)
         if handle.weights.state is not GatherState.GATHERED:
-            backward.refuse_early_gradient(handle, slot)
+            backward.require_unit_reached(handle, slot)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
         wrote_main_grad = getattr(leaf, FLAG, False) and consume_main_grad_flag(leaf)
@@ -588,7 +588,7 @@ class Scheduler(Closable):
         if gradients.incoming_is_blocked:
             self._gradients.queue.wait_until_writable(gradients)
         if wrote_main_grad:
-            gradients.take_main_grad(slot)
+            gradients.record_main_grad(slot)
         if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
         if gradients.pending_slots.all_ready:
@@ -607,8 +607,8 @@ class Scheduler(Closable):
                 "finite differences"
             )
         if self._backward is None:
-            refuse_capture(self._mesh_info.device, f"the backward of {name}")
-            self._refuse_streams("a backward")
+            require_no_capture(self._mesh_info.device, f"the backward of {name}")
+            self._require_no_stream("a backward")
             if ParamView.FULL_PRECISION in self.status.active_views:
                 raise RuntimeError(
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
@@ -661,7 +661,7 @@ class Scheduler(Closable):
             self._forward = None
             self._release_all()
 
-    def evaluate_in_full_precision(self, enabled: bool) -> None:
+    def set_full_precision(self, enabled: bool) -> None:
         """Set whether later forward passes compute with gathered masters (`enabled` is True) or with compute weights.
 
         Call this method between passes.
@@ -671,7 +671,7 @@ class Scheduler(Closable):
             unit.release(())
         with torch.inference_mode(False), torch.no_grad():  # so that the new tensors have version counters
             for handle in self._handles:
-                handle.evaluate_in_full_precision(enabled)
+                handle.set_full_precision(enabled)
 
     def _release_all(self) -> None:
         self._observer.end_all()

@@ -25,7 +25,7 @@ from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
 
-__all__ = ["Unit", "gather_orders"]
+__all__ = ["Unit", "make_gather_order_checks"]
 
 
 class Unit:
@@ -90,7 +90,7 @@ class Unit:
         return any(handle.weights.buffer.has_post_forward_shard for handle in self.handles)
 
     @property
-    def gathered_memory(self) -> UnitFootprint:
+    def gathered_footprint(self) -> UnitFootprint:
         buffers = [handle.weights.buffer for handle in self.handles]
         gathered = sum(size for handle in self.handles for size in handle.gathered_sizes)
         gathered += sum(buffer.encoded_bytes for buffer in buffers)
@@ -192,7 +192,7 @@ class Unit:
 
         See :meth:`drop_post_forward_shard` for `passed`.
         """
-        self.show_sharded()
+        self.install_sharded()
         self.reshard()
         self.drop_post_forward_shard(passed)
 
@@ -201,7 +201,7 @@ class Unit:
         if self.reshard_after_backward:
             self.release(passed)
         else:
-            self.show_sharded()
+            self.install_sharded()
             self.drop_post_forward_shard(passed)
 
     def drop_post_forward_shard(self, passed: Collection[object] | None = None) -> None:
@@ -209,7 +209,7 @@ class Unit:
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.weights.buffer.drop_post_forward_shard()
 
-    def show_gathered(self) -> None:
+    def install_gathered(self) -> None:
         for parameters, attribute, member in self._places:
             current = parameters.get(attribute)
             if (
@@ -220,12 +220,14 @@ class Unit:
                 raise replaced_param_error(member)
             parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated
 
-    def show_sharded(self) -> None:
+    def install_sharded(self) -> None:
         for parameters, attribute, member in self._places:
             parameters[attribute] = member.sharded
 
 
-def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
+def make_gather_order_checks(
+    units: Sequence[Unit], *, full_precision: bool = False
+) -> dict[MeshInfo, GatherOrderCheck]:
     """Return one object that checks the order of gathers for each mesh.
 
     The object identifies the full gather of ``units[i]`` by the index i, and the gather of this unit from post-forward

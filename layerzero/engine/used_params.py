@@ -27,7 +27,7 @@ from layerzero.comm.process_groups import Reservation
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 
-__all__ = ["PendingUse", "UsedParamMap"]
+__all__ = ["PendingUsage", "UsedParamMap"]
 
 
 class UsedParamMap:
@@ -64,7 +64,7 @@ class UsedParamMap:
             by_comms.setdefault(self._comms[name], []).append(name)
         self._groups = [_ParamsOnComms(comms, names, own) for comms, names in by_comms.items()]
 
-    def start_exchange(self, own: bytearray, extra_digests: Sequence[Tensor], *, is_known: bool) -> PendingUse:
+    def start_exchange(self, own: bytearray, extra_digests: Sequence[Tensor], *, is_known: bool) -> PendingUsage:
         """Start reducing one usage byte per parameter to its maximum over all ranks.
 
         Args:
@@ -74,7 +74,7 @@ class UsedParamMap:
             is_known: True if `own` is already the maximum over all ranks. Messages along one axis then do not wait for
                 those along the previous axis.
         """
-        pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), extra_digests, is_known=is_known)
+        pending = PendingUsage(self._groups, torch.frombuffer(own, dtype=torch.uint8), extra_digests, is_known=is_known)
         several_axes = any(len(group.comms) > 1 for group in self._groups)
         if several_axes:
             self._thread.start()  # even if it is not needed yet, to keep the number of threads constant
@@ -109,7 +109,7 @@ class _ParamsOnComms:
         self.places = torch.tensor([index_of[own[index]] for index in own_positions], dtype=torch.int64, device="cpu")
 
 
-class PendingUse:
+class PendingUsage:
     """In-flight reduction of usage bytes over all ranks; see [Note: Reduction of used parameters by axis]."""
 
     def __init__(

@@ -219,7 +219,7 @@ class WeightStorage:
             return full.copy_(self.full_buffer[slot.offset : slot.end]), None
         size, shard = self.mesh_info.zero3_size, self.zero3_shard
         if self.host_shard is not None:
-            shard = self.host_shard.arrive()
+            shard = self.host_shard.read_on_host()
         overlaps = [overlap(slot, self.layout.zero3_range(rank, size)) for rank in range(size)]
         own_overlap = overlaps[self.mesh_info.grid.zero3_rank]
         own_part = full[own_overlap.of_slot].copy_(shard[own_overlap.of_range])
@@ -298,7 +298,7 @@ class WeightStorage:
             return
         zero3, own_part = self.zero3_shard, self._own_part
         if self.host_shard is not None:
-            zero3 = self.host_shard.borrow()
+            zero3 = self.host_shard.acquire_scratch()
             own_part = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
         if self.to_host is not None:
             self.to_host.wait(self.to_host.copy(own_part, self.master, to_host=False))
@@ -354,4 +354,4 @@ class WeightStorage:
         If the shard is in host memory, it is copied to the device.
         """
         self.finish_refresh()
-        return self.zero3_shard if self.host_shard is None else self.host_shard.arrive().to(self.mesh_info.device)
+        return self.zero3_shard if self.host_shard is None else self.host_shard.read_on_host().to(self.mesh_info.device)

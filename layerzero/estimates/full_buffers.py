@@ -47,7 +47,7 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
 class _StepSimulation:
     def __init__(self, units: Sequence[UnitSpec], prefetch: int) -> None:
         self.pool = FullBufferPool(torch.device("meta"))
-        self.pool.limit = max_gathered_bytes([unit.gathered_memory for unit in units], prefetch)
+        self.pool.limit = max_gathered_bytes([unit.gathered_footprint for unit in units], prefetch)
         self.prefetch = 0
         self.order_is_known = False
         self._inner = _nested_units(units)

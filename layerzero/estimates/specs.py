@@ -132,7 +132,7 @@ class UnitSpec:
         return post_forward_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
 
     @cached_property
-    def gathered_memory(self) -> UnitFootprint:
+    def gathered_footprint(self) -> UnitFootprint:
         nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.traits))
         nbytes += sum(map(self.encoded_bytes_of, self.handles))
         return UnitFootprint(

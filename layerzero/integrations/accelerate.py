@@ -2,7 +2,7 @@
 
 Accelerate selects its plugins with an enum that cannot be extended. Therefore this module subclasses ``Accelerator``
 and overrides documented methods. It does not change Accelerate's classes. ``save_state`` and ``load_state`` have no
-hook for optimizers, so :meth:`_all_but_sharded` hides sharded models and optimizers from both methods.
+hook for optimizers, so :meth:`_hide_sharded` hides sharded models and optimizers from both methods.
 """
 
 from __future__ import annotations
@@ -230,14 +230,14 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             ValueError: a sharded model has more than one optimizer.
         """
         save = partial(checkpoint.save, overwrite=True)
-        with self._all_but_sharded("_save_model_state_pre_hook", save):
+        with self._hide_sharded("_save_model_state_pre_hook", save):
             return super().save_state(output_dir, safe_serialization=safe_serialization, **kwargs)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Load a folder that :meth:`save_state` wrote."""
-        with self._all_but_sharded("_load_model_state_pre_hook", checkpoint.load):
+        with self._hide_sharded("_load_model_state_pre_hook", checkpoint.load):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def _own_checkpoints(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
@@ -256,7 +256,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         return checkpoints
 
     @contextmanager
-    def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
+    def _hide_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
         """Context manager that hides sharded models and optimizers from Accelerate and saves or loads them with `act`.
 
         The user's hooks still receive all models.

@@ -162,7 +162,7 @@ def _plugin(
     return LayerZeroPlugin(config_file=source)
 
 
-def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+def _adapter_tensor_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
     """Return names of the entries that PEFT saves for each adapter, as ``{adapter: {PEFT's name: name in state}}``."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
 
@@ -184,7 +184,7 @@ def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
     if not _is_peft(model):
         return full_state_dict(model, rank0_only=rank0_only)
     state = model.state_dict()
-    saved_names = {name for names in _adapter_names(model, state).values() for name in names.values()}
+    saved_names = {name for names in _adapter_tensor_names(model, state).values() for name in names.values()}
     full = (
         (name, getattr(value, "full_tensor", value.clone)()) for name, value in state.items() if name in saved_names
     )
@@ -197,7 +197,7 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
     PEFT's own loading is not used, because it would shard the tensors in the layout of torch's DTensors.
     """
     state: dict[str, Tensor] = {}
-    for adapter, names in _adapter_names(model, model.state_dict()).items():
+    for adapter, names in _adapter_tensor_names(model, model.state_dict()).items():
         path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
         saved = load_file(path)
         if saved.keys() != names.keys():

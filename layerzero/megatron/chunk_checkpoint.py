@@ -20,10 +20,10 @@ import torch.distributed as dist
 from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     PathTakenError,
-    claim_path,
     make_folder,
     new_token,
     partial_path,
+    publish_folder,
     remove,
     write_file,
 )
@@ -157,7 +157,7 @@ def _ema_state_to_save(state: Mapping[str, Any], rank_local_names: RankLocalName
     """Return the EMA state, with the averages keyed by their names in the checkpoint."""
     return {
         **state,
-        "averages": rank_local_names.joint(
+        "averages": rank_local_names.split_values(
             {rank_local_names.stored(name): rows for name, rows in state["averages"].items()}
         ),
     }
@@ -213,7 +213,7 @@ def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -
                 f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
             )
         write_file(partial / _MARKER, [token.encode()])
-        claim_path(partial, folder, is_published)
+        publish_folder(partial, folder, is_published)
     except (OSError, CheckpointError) as error:
         return error
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from layerzero.checkpoint.json_codec import MergedValue
+from layerzero.checkpoint.json_codec import MergeableValue
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
@@ -22,7 +22,7 @@ def module_name(name: str) -> str:
     return name
 
 
-def global_layout_of(chunk: ShardedChunk, rank_local_names: RankLocalNames) -> dict[str, Any] | MergedValue:
+def global_layout_of(chunk: ShardedChunk, rank_local_names: RankLocalNames) -> dict[str, Any] | MergeableValue:
     """Return each parameter's name, shape and row ranges in the full model.
 
     Args:
@@ -64,7 +64,7 @@ def global_layout_of(chunk: ShardedChunk, rank_local_names: RankLocalNames) -> d
                 for row_range, piece in global_param.pieces
             ],
         }
-    return MergedValue(common, rank_local)
+    return MergeableValue(common, rank_local)
 
 
 def layer_of(name: str) -> str:

@@ -30,7 +30,7 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import add_named_modules, default_units, matching_names
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import all_gather_object
-from layerzero.megatron.versions import SUPPORTED, require_supported
+from layerzero.megatron.versions import SUPPORTED, supported_release
 from layerzero.megatron.weights import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap
 
@@ -57,7 +57,7 @@ def install() -> None:
         layerzero.megatron.install()
         pretrain(..., extra_args_provider=layerzero.megatron.add_arguments)  # 0.16; 0.19: parse_and_validate_args
     """
-    release = require_supported()
+    release = supported_release()
     from megatron.training import training  # noqa: PLC0415
 
     if isinstance(training.get_model, _GetModel):

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import groups_so_far, mesh_group
+from layerzero.comm.process_groups import group_count_fields, mesh_group
 from layerzero.device.accelerator import default_device_type
-from layerzero.megatron.versions import unsupported_version, version
+from layerzero.megatron.versions import version, version_error
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_on_all_ranks"]
 
@@ -84,12 +84,12 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         experts = getattr(pg_collection, "expt_dp", None)
     ranks = sorted(dist.get_process_group_ranks(zero1))
     expert_ranks = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
-    failure = unsupported_version() or _layout_error(zero3_size, ranks, expert_ranks)
+    failure = version_error() or _layout_error(zero3_size, ranks, expert_ranks)
     fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
     start = ranks.index(dist.get_rank()) // size * size
     zero3_ranks = ranks[start : start + size]
-    group_counts = groups_so_far(zero3_ranks, [rank for rank in zero3_ranks if rank in expert_ranks])
+    group_counts = group_count_fields(zero3_ranks, [rank for rank in zero3_ranks if rank in expert_ranks])
     require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=group_counts, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):

@@ -123,7 +123,7 @@ def sharded_states(
                 f"layerzero does not have. Use {_RESHARDABLE!r}"
             )
         for index, chunk_optimizer in enumerate(pairs):
-            tensors |= _tensors(chunk_optimizer, index, metadata, kind, common.steps, is_loading=is_loading)
+            tensors |= _sharded_entries(chunk_optimizer, index, metadata, kind, common.steps, is_loading=is_loading)
         averaged = next(
             (int(chunk_optimizer.ema.n_averaged) for chunk_optimizer in pairs if chunk_optimizer.ema is not None), None
         )
@@ -157,7 +157,7 @@ def sharded_states(
     return state
 
 
-def _tensors(
+def _sharded_entries(
     chunk_optimizer: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return the entries for each parameter's optimizer state, EMA and master, and add step counts to `steps`.
@@ -273,7 +273,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
     for index, chunk_optimizer in enumerate(pairs):
         tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
         values = {
-            member.name: _require_found(member, tensors.get(_state_key(index, member), {}))
+            member.name: _found_values(member, tensors.get(_state_key(index, member), {}))
             for member in _all_members(chunk_optimizer)
         }
         settings = [_saved_settings(group, saved) for group in chunk_optimizer.optimizer.param_groups]
@@ -339,7 +339,7 @@ def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average
     ema.n_averaged.fill_(int(average_state.get("n_averaged", 1)))
 
 
-def _require_found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
+def _found_values(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
     if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SUPPORTED", "require_supported", "unsupported_version", "version"]
+__all__ = ["SUPPORTED", "supported_release", "version", "version_error"]
 
 # By (major, minor): the latest patch release, which the tests use, and the Megatron-LM tag that has its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
@@ -15,21 +15,21 @@ def version() -> str:
     return str(megatron.core.__version__)
 
 
-def require_supported() -> tuple[int, int]:
+def supported_release() -> tuple[int, int]:
     """Return the major and minor version of the installed Megatron-Core.
 
     Raises:
         RuntimeError: layerzero does not support the installed version. The message names the installed version and the
             supported versions.
     """
-    if error := unsupported_version():
+    if error := version_error():
         raise error
     major, minor = version().split(".")[:2]
     return int(major), int(minor)
 
 
-def unsupported_version() -> RuntimeError | None:
-    """Return the error that :func:`require_supported` raises; None if the installed version is supported."""
+def version_error() -> RuntimeError | None:
+    """Return the error that :func:`supported_release` raises; None if the installed version is supported."""
     installed = version()
     if any(installed.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
         return None

@@ -23,9 +23,9 @@ __all__ = [
     "apex_class",
     "apex_needs_full_params",
     "momentum_before_first",
-    "refuse_apex",
-    "refuse_dtypes",
-    "refuse_host",
+    "refuse_apex_offload",
+    "require_apex_dtypes",
+    "require_supported_apex",
     "with_preparation",
 ]
 
@@ -56,7 +56,7 @@ def apex_needs_full_params(optimizer: Optimizer) -> bool | None:
     return kind.__name__ in _NEED_FULL_PARAMS if kind is not None and kind is type(optimizer) else None
 
 
-def refuse_apex(optimizer: Optimizer) -> None:
+def require_supported_apex(optimizer: Optimizer) -> None:
     """Raise ValueError if the optimizer is an Apex optimizer whose class or settings are not supported."""
     kind = apex_class(optimizer)
     if kind is None:
@@ -92,7 +92,7 @@ def refuse_apex(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def require_apex_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError if the optimizer is an Apex optimizer that does not update parameters of these dtypes."""
     kind = apex_class(optimizer)
     supported = None if kind is None else DTYPES.get(kind.__name__)
@@ -108,7 +108,7 @@ def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
             )
 
 
-def refuse_host(optimizer: Optimizer) -> None:
+def refuse_apex_offload(optimizer: Optimizer) -> None:
     """Raise NotImplementedError for Apex optimizers, because their kernels cannot update masters in host memory."""
     if (kind := apex_class(optimizer)) is not None:
         raise NotImplementedError(
@@ -128,10 +128,10 @@ def with_preparation(optimizer: Optimizer, take_step: Callable[[], Any]) -> Call
         return take_step
 
     def prepare_and_step() -> Any:
-        refuse_apex(optimizer)  # settings may have been changed
+        require_supported_apex(optimizer)  # settings may have been changed
         for group in optimizer.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            refuse_dtypes(optimizer, stepped)
+            require_apex_dtypes(optimizer, stepped)
             if kind.__name__ == "FusedSGD" and group["momentum"]:
                 for dtype in _16_AND_32:
                     launched = [parameter for parameter in stepped if parameter.dtype == dtype]

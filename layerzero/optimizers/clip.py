@@ -110,7 +110,7 @@ def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.R
     # A backend's MAX may drop a NaN. The bits of non-negative floats, read as integers, have the same order as the
     # floats, and NaN is last.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
-    lz_state.ranks.reduce(sent, op)
+    lz_state.ranks.all_reduce(sent, op)
     return sent
 
 

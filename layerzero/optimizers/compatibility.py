@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerzero.optimizers.apex import apex_needs_full_params, refuse_apex, with_preparation
-from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
+from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex, with_preparation
+from layerzero.optimizers.compatibility_trial import TrialError, find_owner_difference, find_row_difference, group_kind
 from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unwrap_step
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
@@ -97,7 +97,7 @@ def kinds_that_need_full_params(
     name = type(optimizer).__name__
     if reason := _reason_for_class(optimizer, _IMPOSSIBLE):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
-    refuse_apex(optimizer)
+    require_supported_apex(optimizer)
     _require_reachable(optimizer, name)
     of_apex = apex_needs_full_params(optimizer)
     if of_apex and elementwise:
@@ -115,12 +115,14 @@ def kinds_that_need_full_params(
     on_rows: str | TrialError | None = None  # result of the trial on rows, if one was made
     alone: str | TrialError | None
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
-        on_rows = _run_trial(difference, optimizer, device)
+        on_rows = _run_trial(find_row_difference, optimizer, device)
         if on_rows is None:
             return set()
         if len(kinds) > 1:
-            kinds = {kind for kind in kinds if _run_trial(difference, optimizer, device, kind) is not None} or kinds
-    alone = _run_trial(difference_of_owners, optimizer, device, kinds)
+            kinds = {
+                kind for kind in kinds if _run_trial(find_row_difference, optimizer, device, kind) is not None
+            } or kinds
+    alone = _run_trial(find_owner_difference, optimizer, device, kinds)
     if alone is None:
         return kinds
     if isinstance(alone, TrialError) and not isinstance(on_rows, str):

@@ -29,7 +29,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_matrices_separately"]
+__all__ = ["TrialError", "find_owner_difference", "find_row_difference", "group_kind", "steps_matrices_separately"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -72,7 +72,7 @@ class _Outcome(NamedTuple):
     states: list[Any]  # by parameter, over all groups
 
 
-def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
+def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
     """Describe how the optimizer's step on rows differs from its step on full parameters, or return None if they agree.
 
     The optimizer, its parameters and torch's random number generators are not changed.
@@ -84,7 +84,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
         TrialError: copying the optimizer or stepping the copy failed.
     """
     data = _make_data(device, list(_CUTS))
-    groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, group_kind(group))]
+    groups = [group for group in _one_group_per_kind(optimizer) if kind in (None, group_kind(group))]
     if not groups:
         return None
     with _preserve_rng(device), _disable_compile():
@@ -98,7 +98,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     return _compare(full, ranks, data, [False] * len(groups))
 
 
-def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
+def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
     """Describe how the step differs if owner ranks update the parameters, or return None if the results agree.
 
     Args:
@@ -121,7 +121,7 @@ def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_
 def _try_owners(
     optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
-    data, groups = _make_data(device, shapes), _kinds_of_groups(optimizer)
+    data, groups = _make_data(device, shapes), _one_group_per_kind(optimizer)
     owned = [group_kind(group) in full_param_kinds for group in groups]
     with _preserve_rng(device), _disable_compile():
         full = _run_full(optimizer, groups, data)
@@ -154,7 +154,7 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
         dims: number of dims of the stack.
     """
     data = _make_data(device, [shape for shape in _CUTS if len(shape) == dims])
-    groups = _kinds_of_groups(optimizer)
+    groups = _one_group_per_kind(optimizer)
     if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
@@ -236,7 +236,7 @@ def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data
     )
 
 
-def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _one_group_per_kind(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return one parameter group of each kind; see :func:`group_kind`.
 
     Optimizers often have one group per layer, and these groups differ only in their learning rates.
@@ -309,7 +309,9 @@ def _run_steps(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_param_by_param(optimizer_copy, step, _turns(optimizer_copy, parameters_by_group, owned, rank))
+            step_param_by_param(
+                optimizer_copy, step, _defer_owned_turns(optimizer_copy, parameters_by_group, owned, rank)
+            )
         else:
             step()
     states = [optimizer_copy.state.get(parameter, {}) for parameters in parameters_by_group for parameter in parameters]
@@ -323,7 +325,7 @@ def _run_steps(
     return _Outcome(trained, dict(_numbers(optimizer_copy, parameters_by_group, trained)), states)
 
 
-def _turns(
+def _defer_owned_turns(
     optimizer_copy: Optimizer, parameters_by_group: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
 ) -> Iterable[Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.

@@ -45,7 +45,7 @@ from layerzero.comm.collectives import (
     broadcast,
     connect,
 )
-from layerzero.comm.process_groups import groups_so_far
+from layerzero.comm.process_groups import group_count_fields
 from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -208,7 +208,7 @@ def _agree_and_connect(
                 "layerzero.outer, between sites",
                 {**fields, "position of the rank in its site": position, "units": _describe_own_part(lz_state)},
                 ranks=site_peers,
-                groups=groups_so_far(site_peers),
+                groups=group_count_fields(site_peers),
                 failure=failure,
                 advice="Shard the same model in the same way in each site",
             )
@@ -451,7 +451,7 @@ class OuterSteps:
 
     def _broadcast_first_site(self) -> None:
         """Copy the weights of the first site to the other sites."""
-        self._lz_state.refreshes.before_master_write()
+        self._lz_state.refreshes.prepare_master_write()
         with torch.no_grad():
             for handle in self._lz_state.handles:
                 master, device = handle.weights.master, self._lz_state.mesh_info.device
@@ -504,7 +504,7 @@ class OuterSteps:
         gathered = own.new_empty(self._comm.size, len(own))
         all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
         differs = (gathered != own).any().to(torch.int32)
-        self._lz_state.ranks.reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
+        self._lz_state.ranks.all_reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
         if differs.item():
             raise RuntimeError(
                 f"layerzero.outer: after {self.steps} synchronous steps, the weights on the ranks "
@@ -577,7 +577,7 @@ class OuterSteps:
         """Raise RuntimeError on all ranks of the site if messages differ in their step, fragment or anchor checksum."""
         differs = (headers != headers[self._comm.rank]).any()
         on_any_rank = differs.to(self._lz_state.mesh_info.device, torch.int32)
-        self._lz_state.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
+        self._lz_state.ranks.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if not on_any_rank.item():
             return
         if not differs:
@@ -606,7 +606,7 @@ class OuterSteps:
             fragment.velocity.mul_(self.settings.momentum).add_(deltas.mean)
             update = deltas.mean + self.settings.momentum * fragment.velocity
         fragment.anchor.sub_(update, alpha=self.settings.lr)
-        self._lz_state.refreshes.before_master_write(fragment.handles, outside_step=False)
+        self._lz_state.refreshes.prepare_master_write(fragment.handles, outside_step=False)
         for (handle, start_part), (_, anchor) in zip(
             fragment.parts(start), fragment.parts(fragment.anchor), strict=True
         ):

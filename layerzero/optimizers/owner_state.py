@@ -20,10 +20,10 @@ from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["gather_owner_state"]
+__all__ = ["add_remote_owner_state"]
 
 
-def gather_owner_state(
+def add_remote_owner_state(
     state: Mapping[str, Any], owned: Sequence[OwnedParam], model_ranks: ModelRanks
 ) -> dict[str, Any]:
     """Return `state` with entries added for the parameters that other ranks own.

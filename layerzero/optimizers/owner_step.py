@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, all_to_all
-from layerzero.comm.model_ranks import ModelRanks, reduce_over
+from layerzero.comm.model_ranks import ModelRanks, all_reduce_over
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.row_shard_spec import RowShardSpec
@@ -74,7 +74,7 @@ class OwnedParam:
         return self.numel_on(self.owner.s) == self.numel
 
     @property
-    def is_first_in_group(self) -> bool:
+    def is_primary_owner(self) -> bool:
         """True on ranks with coordinate 0 on all model-parallel axes along which parts are not joined.
 
         Owners at other coordinates have copies of the parameter, or different matrices of the same stack.
@@ -86,7 +86,7 @@ class OwnedParam:
         )
 
     @property
-    def weight(self) -> tuple[int, str]:
+    def step_sort_key(self) -> tuple[int, str]:
         """Sort key that orders parameters by decreasing update cost, then by name."""
         return -update_cost(self.shape), self.member.name
 
@@ -232,7 +232,7 @@ def step_with_owners(
             param.master.grad = None
             if param.is_in_owner_group and not param.owner_has_all_rows:
                 to_gather.append((param, gradient))
-        turns.append(_turns(to_gather, _buffer_sizes(members, owner_group), owner_group, pool))
+        turns.append(_run_rounds(to_gather, _buffer_sizes(members, owner_group), owner_group, pool))
     try:
         step_param_by_param(inner, take_step, chain.from_iterable(turns))
     finally:
@@ -257,7 +257,7 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
         identity = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(identity).encode(), digest_size=5).digest(), "little")
         number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
-    reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
+    all_reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
         raise RuntimeError(_gradient_mismatch(own_groups, model_ranks))
 
@@ -288,7 +288,7 @@ def _gradient_mismatch(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], mo
     )
 
 
-def _turns(
+def _run_rounds(
     to_gather: Sequence[tuple[OwnedParam, Tensor]],
     largest: Mapping[torch.dtype, Sequence[int]],
     owner_group: OwnerGroup,
@@ -297,7 +297,7 @@ def _turns(
     """Run the rounds of one owner group and yield this rank's turns; see [Note: Owner rounds]."""
     for dtype in sorted({gradient.dtype for _, gradient in to_gather}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
-        for param, gradient in sorted(to_gather, key=lambda one: one[0].weight):
+        for param, gradient in sorted(to_gather, key=lambda one: one[0].step_sort_key):
             if gradient.dtype == dtype:
                 by_owner[param.place].append((param, gradient))
         rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]

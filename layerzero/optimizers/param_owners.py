@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import connect_pairs
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.process_groups import groups_so_far
+from layerzero.comm.process_groups import group_count_fields
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
@@ -30,7 +30,7 @@ from layerzero.optimizers.owner_groups import (
     owner_group_of,
     positions_across,
 )
-from layerzero.optimizers.owner_state import gather_owner_state
+from layerzero.optimizers.owner_state import add_remote_owner_state
 from layerzero.optimizers.owner_step import OwnedParam, round_buffer_counts, step_with_owners
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
@@ -135,16 +135,16 @@ class OwnerTable:
         lz_state = self._lz_state
         step_with_owners(self._inner, list(self.owned.values()), lz_state.ranks, lz_state.pools.scratch, take_step)
 
-    def gather_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def add_remote_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.
 
         If there are owned parameters, every rank must call this method.
         """
         if not self.owned:
             return dict(state)
-        return gather_owner_state(state, list(self.owned.values()), self._lz_state.ranks)
+        return add_remote_owner_state(state, list(self.owned.values()), self._lz_state.ranks)
 
-    def refuse_numbered_state(self) -> None:
+    def refuse_numbered_state_if_owned(self) -> None:
         """Raise NotImplementedError if the optimizer has owned parameters."""
         if self.owned:
             raise NotImplementedError(
@@ -154,7 +154,7 @@ class OwnerTable:
                 "optimizer.state_dict_by_name() on every rank, or use layerzero.checkpoint.save"
             )
 
-    def refuse_method(self, method: str) -> None:
+    def refuse_method_if_owned(self, method: str) -> None:
         """Raise RuntimeError if the optimizer has owned parameters. `method` would see only some of their rows."""
         if self.owned:
             raise RuntimeError(
@@ -206,7 +206,7 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
         "parameters that an optimizer needs in full",
         {"names": sorted(names), "joined along model-parallel axes": described_axes},
         ranks=lz_state.ranks.ranks,
-        groups=groups_so_far(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
+        groups=group_count_fields(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
         failure=failure,
     )
     if not changes:

@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from layerzero.device.accelerator import refuse_capture
+from layerzero.device.accelerator import require_no_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.apex import refuse_dtypes, refuse_host, with_preparation
+from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.optimizer_state import (
     IMPLEMENTATION_SETTINGS,
@@ -56,7 +56,7 @@ from layerzero.optimizers.wrapped_optimizer import (
     WriteDetector,
     record_writes,
     reduced_grad_rows,
-    require_one_kind,
+    refuse_mixed_dtensors,
     require_unedited,
     step_without_global_hooks,
 )
@@ -106,7 +106,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     lz_state = get_state(model)
     full_param_kinds = kinds_that_need_full_params(optimizer, lz_state.mesh_info.device, elementwise)
     if lz_state.config.offload_optimizer:
-        refuse_host(optimizer)
+        refuse_apex_offload(optimizer)
     return ShardedOptimizer(optimizer, lz_state, full_param_kinds)
 
 
@@ -188,7 +188,7 @@ class ShardedOptimizer(OptimizerProxy):
             RuntimeError: the method is called inside :meth:`layerzero.EMA.swapped`, which would undo the update; or
                 learning rates or other settings differed between ranks in one of the last two steps.
         """
-        refuse_capture(self._lz_state.mesh_info.device, "optimizer.step()")
+        require_no_capture(self._lz_state.mesh_info.device, "optimizer.step()")
         if ParamView.EMA in self._lz_state.status.active_views:
             raise RuntimeError(
                 "optimizer.step() was called inside EMA.swapped(), which would undo the update. Leave the context first"
@@ -277,7 +277,7 @@ class ShardedOptimizer(OptimizerProxy):
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
-        self._owner_table.refuse_method(method.__name__)
+        self._owner_table.refuse_method_if_owned(method.__name__)
         refusal = (
             f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
         )
@@ -297,13 +297,13 @@ class ShardedOptimizer(OptimizerProxy):
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         params = param_group["params"]
         parameters = [params] if isinstance(params, Tensor) else list(params)
-        require_one_kind(
+        refuse_mixed_dtensors(
             self.inner, param_group, [p for p in parameters if self._lz_state.parameters.is_ignored(p)], parameters
         )
         listed: list[Tensor] = []
         masters: list[Tensor] = []
         members: list[ManagedParam | None] = []
-        refuse_dtypes(self.inner, _trainable_masters(self._lz_state, parameters))
+        require_apex_dtypes(self.inner, _trainable_masters(self._lz_state, parameters))
         for parameter in parameters:
             member = self._lz_state.parameters.managed_param(parameter)
             if member is None and not self._lz_state.parameters.is_ignored(parameter):
@@ -376,7 +376,7 @@ class ShardedOptimizer(OptimizerProxy):
             torch.distributed.checkpoint.load(state, checkpoint_id=path)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         """
-        self._owner_table.refuse_numbered_state()
+        self._owner_table.refuse_numbered_state_if_owned()
 
         def make_numbered() -> dict[str, Any]:
             state: dict[str, dict[str, Any]] = {}
@@ -419,7 +419,7 @@ class ShardedOptimizer(OptimizerProxy):
             stored = ((p, self.inner.state[self._master_of[id(p)]]) for p in self.state)
             state = {self._name_of(p): self._public_state(p, values) for p, values in stored}
             groups = [{**group, "params": names} for group, names in self._named_groups()]
-            return {"state": self._owner_table.gather_owner_state(state), "param_groups": groups}
+            return {"state": self._owner_table.add_remote_owner_state(state), "param_groups": groups}
 
         return self._run_state_dict_hooks(make_named)
 
@@ -441,7 +441,7 @@ class ShardedOptimizer(OptimizerProxy):
         """Return each group with the names of its parameters."""
         return [(group, self.parameter_names(group)) for group in self.param_groups]
 
-    def _rekey_to_param_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _rekey_to_model_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         user_names: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             user_names |= zip(group.get("param_names", names), names, strict=True)
@@ -484,7 +484,7 @@ class ShardedOptimizer(OptimizerProxy):
             copy = value.detach().clone()
             return copy.cpu() if cpu else copy
 
-        by_name = self._rekey_to_param_names(self.state_dict_by_name())
+        by_name = self._rekey_to_model_names(self.state_dict_by_name())
         state = {name: tree_map(gathered, dict(by_name["state"][name])) for name in sorted(by_name["state"])}
         return to_numbered({**by_name, "state": state}) if keeps else {}
 
@@ -522,7 +522,7 @@ class ShardedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        loaded = self._rekey_to_param_names(loaded)
+        loaded = self._rekey_to_model_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(params_by_name)):

@@ -26,7 +26,7 @@ __all__ = [
     "WriteDetector",
     "record_writes",
     "reduced_grad_rows",
-    "require_one_kind",
+    "refuse_mixed_dtensors",
     "require_unedited",
     "step_without_global_hooks",
 ]
@@ -134,7 +134,7 @@ _MIXED = (
 )
 
 
-def require_one_kind(
+def refuse_mixed_dtensors(
     inner: Optimizer, group: Mapping[str, Any], ignored: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> None:
     """Raise ValueError if one foreach or fused call would update both plain tensors and DTensors.

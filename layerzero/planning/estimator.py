@@ -33,7 +33,7 @@ __all__ = [
     "Candidate",
     "Estimate",
     "Estimator",
-    "choice_text",
+    "selection_reason",
     "simplest_fast_row",
 ]
 
@@ -233,7 +233,7 @@ def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
     return min(_fast_rows(rows), key=lambda row: tuple(value(row) for _, value in _CRITERIA), default=None)
 
 
-def choice_text(rows: Iterable[Estimate]) -> str:
+def selection_reason(rows: Iterable[Estimate]) -> str:
     """Return a sentence that tells why :func:`simplest_fast_row` returns its row. At least one row must fit.
 
     The sentence contains the criteria that distinguish the fastest rows from each other.
@@ -347,11 +347,11 @@ class Estimator:
         num_shards = self._num_shards(choice)
         states = num_shards if choice.scheme == "HSDP" else self.cluster.ranks
         root, *others = self.unit_costs()
-        numel, trained = root.numel + sum(cost.numel for cost in others), self.trained
+        numel, trained = root.numel + sum(cost.numel for cost in others), self.trained_numel
         two_units = max(
             (a.numel + b.numel for a, b in pairwise(others)), default=sum(cost.numel for cost in others)
         )  # the current and the prefetched unit
-        largest = max((cost.trained for cost in others), default=0.0)
+        largest = max((cost.trained_numel for cost in others), default=0.0)
         element, reduce = self.param_dtype.itemsize, choice.reduce_dtype.itemsize
         frozen_bytes = sum(p.numel() * p.itemsize for p in self._parameters() if not p.requires_grad)
         memory = {
@@ -365,7 +365,7 @@ class Estimator:
             memory["gradients"] = reduce * trained / num_shards  # Megatron accumulates in the reduce dtype
         if num_shards > 1:
             memory["gathered"] = (root.numel + two_units) * element
-            memory["reduce_buffer"] = (root.trained + largest) * reduce
+            memory["reduce_buffer"] = (root.trained_numel + largest) * reduce
         rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return rounded, sum(rounded.values())
 
@@ -389,7 +389,7 @@ class Estimator:
         return [planned.parameter for plan in self.sharding.plans for planned in plan.parameters]
 
     @property
-    def trained(self) -> int:
+    def trained_numel(self) -> int:
         """Number of elements of trainable parameters, without padding."""
         return sum(parameter.numel() for parameter in self._parameters() if parameter.requires_grad)
 
@@ -454,12 +454,12 @@ class Estimator:
                 reduce=choice.reduce_dtype.itemsize,
                 shards_states=shards_states,
                 update=self._update_seconds(
-                    self.trained / (cluster.ranks if shards_states else num_shards), in_host=False
+                    self.trained_numel / (cluster.ranks if shards_states else num_shards), in_host=False
                 ),
             )
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.unit_specs(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
-        own_numel = sum(cost.trained for cost in unit_costs) / cluster.ranks
+        own_numel = sum(cost.trained_numel for cost in unit_costs) / cluster.ranks
         encoding, decoding = _REFRESH_CODING[choice.refresh_codec] if choice.refresh_codec else (math.inf, math.inf)
         schedule = ScheduleSettings(
             ranks=cluster.ranks,

@@ -24,7 +24,7 @@ from layerzero.planning.estimator import (
     Candidate,
     Estimate,
     Estimator,
-    choice_text,
+    selection_reason,
     simplest_fast_row,
 )
 from layerzero.planning.site_estimate import SiteEstimate, SiteSettings, estimate_sites
@@ -132,15 +132,15 @@ class Plan:
     estimator: Estimator
 
     @property
-    def trained(self) -> int:
+    def trained_numel(self) -> int:
         """Number of elements of trainable parameters."""
-        return self.estimator.trained
+        return self.estimator.trained_numel
 
     @property
     def parameters_text(self) -> str:
         """Text of the number of parameters and, if some parameters are frozen, of those that are trained."""
-        trained = parameters_text(self.trained).removesuffix(" parameters")
-        return parameters_text(self.numel) + ("" if self.trained == self.numel else f" ({trained} trained)")
+        trained = parameters_text(self.trained_numel).removesuffix(" parameters")
+        return parameters_text(self.numel) + ("" if self.trained_numel == self.numel else f" ({trained} trained)")
 
     @property
     def why(self) -> str:
@@ -163,8 +163,8 @@ class Plan:
         num_too_large = sum(not row.fits for row in self.rows)
         free = size_text(max(0.0, self.cluster.room - best.peak))
         sentence = (
-            f"Recommended: {settings_text(best.choice)}. {choice_text(self.rows)} Forward and backward passes take "
-            f"{computing / best.step:.0%} of a step, and {free} of memory remains free on each "
+            f"Recommended: {settings_text(best.choice)}. {selection_reason(self.rows)} Forward and backward passes "
+            f"take {computing / best.step:.0%} of a step, and {free} of memory remains free on each "
             f"{self.cluster.rank_text}."
         )
         if not num_too_large:
@@ -236,7 +236,7 @@ class Plan:
         best, fitting = self.best, [row for row in self.rows if row.fits]
         return {
             "parameters": self.numel,
-            "trained_parameters": self.trained,
+            "trained_parameters": self.trained_numel,
             "units": self.units,
             "cluster": self.cluster.as_dict(),
             "settings": {"tried": len(self.rows), "fit": len(fitting)},
@@ -379,7 +379,7 @@ def links_text(plan: Plan) -> str:
     def cell(row: Estimate | None) -> str:
         if row is None:
             return "does not fit"
-        return f"{_link_settings(row.choice)} {seconds_text(row.step)}, {si_text(row.tokens)}"
+        return f"{_scheme_settings_text(row.choice)} {seconds_text(row.step)}, {si_text(row.tokens)}"
 
     if not plan.links:
         return ""
@@ -399,7 +399,7 @@ def links_text(plan: Plan) -> str:
     return f"{title}\n{table(('Gbit/s', *plan.links[0].rows, 'difference'), lines)}"
 
 
-def _link_settings(choice: Candidate) -> str:
+def _scheme_settings_text(choice: Candidate) -> str:
     """Return a short text with the settings of `choice` that the planner may choose for its scheme."""
     if choice.scheme == LAYERZERO:
         return f"{short_settings(choice)} {reduce_text(choice)}"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.mesh_info import MeshInfo, init_mesh
-from layerzero.comm.model_ranks import reduce_over
+from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.comm.process_groups import ModelGroups
-from layerzero.device.accelerator import finish_copies, host_memory
+from layerzero.device.accelerator import host_memory, synchronize_current_stream
 from layerzero.planning.cluster import Cluster
 
 __all__ = ["ProbeResult", "latency_and_bandwidth", "probe"]
@@ -123,7 +123,7 @@ def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeRes
         measured["launch"] = 1e6 * _launch_seconds(comm, device, synchronize)
     measured["tflops"] = _flops(device, dtype, synchronize) / 1e12
     measured |= _memory(device, mesh_info.zero3_size, nbytes, synchronize)
-    worst = _slowest(measured, mesh_info.control_comms)
+    worst = _worst_over_ranks(measured, mesh_info.control_comms)
     return ProbeResult(Cluster(**worst), tuple(worst))  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ def _synchronizer(comms: Sequence[Communicator]) -> Callable[[], None]:
     buffer = torch.zeros(1)
 
     def synchronize() -> None:
-        reduce_over(comms, buffer, dist.ReduceOp.SUM, Collective.METADATA)
+        all_reduce_over(comms, buffer, dist.ReduceOp.SUM, Collective.METADATA)
 
     return synchronize
 
@@ -157,16 +157,16 @@ def _median_seconds(operation: Callable[[], object], device: torch.device, synch
     """
     times = []
     for _ in range(_ROUNDS + 1):
-        finish_copies(device)
+        synchronize_current_stream(device)
         synchronize()
         began = time.perf_counter()
         operation()
-        finish_copies(device)
+        synchronize_current_stream(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 
-def _gather(comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
+def _gather_operation(comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
     out = torch.ones(numel * comm.size, device=device)
     shard = out.view(comm.size, -1)[comm.rank].clone()
 
@@ -184,8 +184,8 @@ def _link(
     comm: Communicator, nbytes: int, device: torch.device, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
     numel = _numel(nbytes, comm.size)
-    small = _median_seconds(_gather(comm, _SMALL, device), device, synchronize)
-    large = _median_seconds(_gather(comm, numel, device), device, synchronize)
+    small = _median_seconds(_gather_operation(comm, _SMALL, device), device, synchronize)
+    large = _median_seconds(_gather_operation(comm, numel, device), device, synchronize)
     return latency_and_bandwidth(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
@@ -194,7 +194,7 @@ def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -
     if comm.size == 1:
         return 0.0
     numel = _numel(nbytes, comm.size)
-    gather = _gather(comm, numel, device)
+    gather = _gather_operation(comm, numel, device)
     gather()
     began = time.process_time()
     for _ in range(_ROUNDS):
@@ -273,11 +273,13 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
 _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
-def _slowest(measured: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
+def _worst_over_ranks(
+    measured: dict[str, float | int | str], comms: Sequence[Communicator]
+) -> dict[str, float | int | str]:
     """Return `measured`, with each floating-point measurement replaced by the worst value on any rank."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in measured if types[name] not in ("int", "str")]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(measured[name]) for name in names], dtype=torch.float64)
-    reduce_over(comms, worst, dist.ReduceOp.MAX, Collective.METADATA)
+    all_reduce_over(comms, worst, dist.ReduceOp.MAX, Collective.METADATA)
     return measured | dict(zip(names, (signs * worst).tolist(), strict=True))

@@ -34,11 +34,11 @@ __all__ = [
     "WaitReductions",
     "collectives_in",
     "computations_in",
+    "mean_span_seconds",
     "program_from_events",
     "read_recording",
     "replace_collectives",
     "replace_times",
-    "seconds_of",
 ]
 
 
@@ -121,10 +121,10 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError:
-        raise _not_a_trace(path, "it does not contain JSON") from None
+        raise _not_a_trace_error(path, "it does not contain JSON") from None
     content = content.get("layerzero") if isinstance(content, dict) else None
     if not isinstance(content, dict) or "format" not in content:
-        raise _not_a_trace(path, "it has no recorded schedule")
+        raise _not_a_trace_error(path, "it has no recorded schedule")
     version = content["format"]
     if version != TRACE_FORMAT:
         raise ValueError(
@@ -134,10 +134,10 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError):
-        raise _not_a_trace(path, "its recorded schedule is incomplete or damaged") from None
+        raise _not_a_trace_error(path, "its recorded schedule is incomplete or damaged") from None
 
 
-def _not_a_trace(path: str | PathLike[str], reason: str) -> ValueError:
+def _not_a_trace_error(path: str | PathLike[str], reason: str) -> ValueError:
     return ValueError(
         f"{path} is not a trace file written by layerzero.trace: {reason}. Pass a file that layerzero.trace wrote"
     )
@@ -211,7 +211,7 @@ def _collective_of_event(event: TraceEvent) -> SimCollective:
     return SimCollective(event.collective, event.name, event.axis, event.communicator, event.ranks, event.bytes)
 
 
-def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
+def mean_span_seconds(program: Iterable[Operation]) -> dict[ComputeKey, float]:
     """Return the mean time per span (:attr:`SimCompute.span`) of each phase and unit, in seconds."""
     total: Counter[ComputeKey] = Counter()
     spans: defaultdict[ComputeKey, set[int]] = defaultdict(set)

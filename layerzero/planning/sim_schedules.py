@@ -45,7 +45,7 @@ class UnitCost:
     frozen: float = 0.0  # number of elements that are gathered, but neither reduced nor updated
 
     @property
-    def trained(self) -> float:
+    def trained_numel(self) -> float:
         return self.numel - self.frozen
 
 
@@ -146,7 +146,7 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.settings.ends_stay_gathered and self._gathering:
+        if self.settings.ends_stay_gathered and self._needs_gather:
             self._gathers |= {self.units[0].name: -1, self.units[-1].name: -1}
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
@@ -161,7 +161,7 @@ class _Rank:
         yield from self._reduce(self.units[0], first=first, last=last)
 
     @property
-    def _gathering(self) -> bool:
+    def _needs_gather(self) -> bool:
         return self.settings.zero3_size > 1 or self.settings.offload_params
 
     def _gather_ahead(
@@ -178,11 +178,11 @@ class _Rank:
             The new value of `num_launched`.
         """
         settings = self.settings
-        until = min(index + 1 + (settings.prefetch if self._gathering else 0), len(order))
+        until = min(index + 1 + (settings.prefetch if self._needs_gather else 0), len(order))
         for unit in order[num_launched:until]:
             if unit.name in self._refreshes:
                 yield SimWait(self._refreshes.pop(unit.name))
-            if self._gathering and unit.name not in self._gathers:
+            if self._needs_gather and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._next_number()
                 if settings.offload_params:  # on the gather's communicator, so that the gather follows the copy
                     fetch = SimCollective(
@@ -209,7 +209,7 @@ class _Rank:
 
     def _reduce(self, unit: UnitCost, *, first: bool, last: bool) -> Iterator[Operation]:
         settings = self.settings
-        if not unit.trained:
+        if not unit.trained_numel:
             return
         if last or not settings.accumulates_full:
             chain, additions = self._hops(unit, last=last, crosses=last or settings.accumulation == "local")
@@ -223,7 +223,9 @@ class _Rank:
         ):
             # Accumulators are fetched before an addition and stored before the next micro-batch. At most two copies are
             # in flight, because there are two slabs.
-            nbytes = unit.trained / (1 if settings.accumulates_full else settings.zero3_size) * settings.accumulator
+            nbytes = (
+                unit.trained_numel / (1 if settings.accumulates_full else settings.zero3_size) * settings.accumulator
+            )
             if not first:
                 yield from self._copy("fetch", unit, nbytes, "from host")
             if not last:
@@ -238,9 +240,9 @@ class _Rank:
     def _hops(self, unit: UnitCost, *, last: bool, crosses: bool) -> tuple[list[SimCollective], list[SimCompute]]:
         settings = self.settings
         chain: list[SimCollective] = []
-        shard_numel = unit.trained / settings.zero3_size
+        shard_numel = unit.trained_numel / settings.zero3_size
         if settings.zero3_size > 1:
-            nbytes = unit.trained * settings.hop1 * _share(settings.zero3_size)
+            nbytes = unit.trained_numel * settings.hop1 * _share(settings.zero3_size)
             chain.append(SimCollective("hop1", unit.name, "zero3", "zero3 reduce", settings.zero3_size, nbytes))
         if crosses and settings.replicas > 1:
             nbytes = shard_numel * settings.hop2 * _share(settings.replicas)
@@ -250,7 +252,7 @@ class _Rank:
             for collective in chain
         ]
         if last and settings.offload_optimizer and chain:
-            own_numel = unit.trained / settings.ranks
+            own_numel = unit.trained_numel / settings.ranks
             chain.append(SimCollective("down", unit.name, "host", "to host", 1, own_numel * _MASTER))
             additions.append(SimCompute(0.0, ("add", f"down {unit.name}"), self._next_span()))
         return chain, additions
@@ -272,12 +274,12 @@ class _Rank:
         self._has_pending_reductions = False
 
     def _update(self) -> Iterator[Operation]:
-        settings, units = self.settings, [unit for unit in self.units if unit.trained]
-        total = sum(unit.trained for unit in units)
+        settings, units = self.settings, [unit for unit in self.units if unit.trained_numel]
+        total = sum(unit.trained_numel for unit in units)
         span = self._next_span()
         part, waiting = 0.0, []
         for index, unit in enumerate(units):
-            part += unit.trained
+            part += unit.trained_numel
             waiting.append(unit)
             if part < total / _PARTS and index + 1 < len(units):
                 continue
@@ -288,10 +290,12 @@ class _Rank:
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         settings = self.settings
-        others = unit.trained / settings.zero3_size * _share(settings.replicas)  # elements that other ranks own
+        others = unit.trained_numel / settings.zero3_size * _share(settings.replicas)  # elements that other ranks own
         if settings.refreshed is not None:  # on a communicator of its own; weights and masters are in host memory
             self._refreshes[unit.name] = self._next_number()
-            coding = unit.trained / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
+            coding = (
+                unit.trained_numel / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
+            )
             refresh = SimCollective(
                 "refresh",
                 unit.name,
@@ -305,7 +309,7 @@ class _Rank:
             return
         if settings.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
             self._refreshes[unit.name] = self._next_number()
-            fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.trained / settings.ranks * _MASTER)
+            fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.trained_numel / settings.ranks * _MASTER)
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
             self._refreshes[unit.name] = self._next_number()
@@ -315,7 +319,7 @@ class _Rank:
         if settings.offload_params:
             self._refreshes[unit.name] = self._next_number()
             store = SimCollective(
-                "store", unit.name, "host", "replica", 1, unit.trained / settings.zero3_size * settings.compute
+                "store", unit.name, "host", "replica", 1, unit.trained_numel / settings.zero3_size * settings.compute
             )
             yield SimLaunch(store, self._refreshes[unit.name])
 
@@ -358,17 +362,19 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
         return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.num_shards, nbytes), number)
 
     def outer_gather(unit: UnitCost) -> SimLaunch:
-        nbytes = settings.compute * unit.trained / settings.num_shards * _share(settings.replicas)
+        nbytes = settings.compute * unit.trained_numel / settings.num_shards * _share(settings.replicas)
         return SimLaunch(
             SimCollective("outer gather", unit.name, "replica", "outer gather", settings.replicas, nbytes), number
         )
 
     def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
-        nbytes = settings.reduce * unit.trained * _share(settings.num_shards)
+        nbytes = settings.reduce * unit.trained_numel * _share(settings.num_shards)
         chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.num_shards, nbytes)]
         if last and settings.replicas > 1:
             kind, passes = ("outer reduce", 1) if settings.shards_states else ("all-reduce", 2)
-            outer_nbytes = passes * settings.reduce * unit.trained / settings.num_shards * _share(settings.replicas)
+            outer_nbytes = (
+                passes * settings.reduce * unit.trained_numel / settings.num_shards * _share(settings.replicas)
+            )
             chain.append(SimCollective(kind, unit.name, "replica", "replica", settings.replicas, outer_nbytes))
         return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 
@@ -380,7 +386,7 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
                 outer: dict[str, int] = {}  # numbers of the gathers between nodes, all of which are launched first
                 if settings.shards_states and settings.replicas > 1 and not micro_batch:
                     for unit in order[stays:]:
-                        if not unit.trained:
+                        if not unit.trained_numel:
                             continue
                         yield outer_gather(unit)
                         outer[unit.name] = number
@@ -401,11 +407,11 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
                         seconds = unit.forward if phase == "forward" else unit.backward
                         yield SimCompute(seconds, (phase, unit.name), span)
                     span += 1
-                    if phase == "backward" and unit.trained:
+                    if phase == "backward" and unit.trained_numel:
                         yield reduction(unit, last=last)
                 if phase == "forward":
                     yield SimCompute(root.forward, ("forward", root.name), span)
-            if root.trained:
+            if root.trained_numel:
                 yield reduction(root, last=last)
             yield WaitReductions()
         yield SimCompute(settings.update, ("update", "optimizer"), span)

@@ -185,13 +185,13 @@ class _Simulation:
         return task
 
     def compute(self, seconds: float, what: ComputeKey = ("", "")) -> None:
-        task = _computing(seconds, what)
+        task = _compute_task(seconds, what)
         self._begin(task)
         self.run_until(lambda: task.done)
 
     def compute_in_background(self, thread: str, seconds: float, what: ComputeKey, then: Callable[[], None]) -> None:
         """Queue a computation in a background thread, after the thread's earlier computations."""
-        task = _computing(seconds, what)
+        task = _compute_task(seconds, what)
         task.then = then
         self._queue(thread, task)
 
@@ -262,7 +262,7 @@ class _Simulation:
                     callback()
 
 
-def _computing(seconds: float, compute_key: ComputeKey) -> _SimTask:
+def _compute_task(seconds: float, compute_key: ComputeKey) -> _SimTask:
     return _SimTask(
         0.0, {"processor": seconds} if seconds > 0.0 else {}, *(compute_key if any(compute_key) else ("compute", ""))
     )

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from layerzero.comm.collectives import Collective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.model_ranks import reduce_over
+from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.shard_grid import Extent
 from layerzero.utils.bit_sums import as_integers, sum64
 
-__all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
+__all__ = ["Corruption", "Fingerprint", "compare_copies", "fingerprint"]
 
 _SHOWN = 8  # maximum number of elements per entry that are listed
 _UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _kind_and_replicas
@@ -103,10 +103,10 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         found = layerzero.fingerprint(model)
         assert found.ok, found.corruptions
     """
-    return compare(get_state(model), (), {})
+    return compare_copies(get_state(model), (), {})
 
 
-def compare(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
+def compare_copies(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
     """Compare the copies as :func:`fingerprint` does, and include corruptions that some ranks have already found.
 
     Args:
@@ -130,14 +130,14 @@ def compare(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for position, handle in enumerate(handles[index] for index in indices):
-            if _copies_master(handle) and not _has_unrefreshed_masters(handle):
+            if _must_equal_master(handle) and not _has_unrefreshed_masters(handle):
                 flags[position] |= (as_integers(_cast_master(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
-        reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
+        all_reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
         suspect[indices] = flags.bool()
     differs = (suspect.any() | bool(own)).to(torch.int32).view(1)
-    lz_state.ranks.reduce(differs, dist.ReduceOp.MAX)
+    lz_state.ranks.all_reduce(differs, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
     if differs.item():
         own_corruptions = list(own)
@@ -151,7 +151,7 @@ def compare(lz_state: LayerZeroState, own: Sequence[Corruption], sound: Mapping[
     return Fingerprint(named, tuple(corruptions))
 
 
-def _copies_master(handle: Handle) -> bool:
+def _must_equal_master(handle: Handle) -> bool:
     """Return whether the compute weights are in separate memory and must equal the cast masters."""
     return handle.weights.equals_cast_master and not handle.weights.shares_master
 
@@ -201,7 +201,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
             mesh_info.replica_comm, Collective.UNSHARD, copies_of_replicas.view(-1), shard, name=handle.label
         ).wait()
     copies = copies_of_replicas.view(as_integers(zero3).dtype)
-    if _copies_master(handle):
+    if _must_equal_master(handle):
         cast_masters = torch.empty_like(zero3)
         own_part = cast_masters[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(
             _cast_master(handle)

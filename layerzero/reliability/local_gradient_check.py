@@ -30,12 +30,12 @@ class LocalGradientCheck:
         device = handles[0].mesh_info.device if handles else None
         self._bad = [torch.zeros(len(handle.members), dtype=torch.bool, device=device) for handle in handles]
         for handle, bad in zip(handles, self._bad, strict=True):
-            handle.inspect = partial(_mark_nonfinite, bad)
+            handle.inspector = partial(_mark_nonfinite, bad)
 
     def stop(self) -> None:
         """Stop checking gradients."""
         for handle in self._handles:
-            handle.inspect = None
+            handle.inspector = None
 
     def clear_record(self) -> None:
         """Clear the record of non-finite gradients."""

@@ -19,7 +19,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
-from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
+from layerzero.utils.nonfinite import any_not_finite, few_names, nonfinite_names
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
 
@@ -157,7 +157,7 @@ class StepGuard:
             return False
         gradients = self._gradients()
         bad = any_not_finite(gradients, self._model_ranks.mesh_info.device).to(torch.int32)
-        self._model_ranks.reduce(bad, dist.ReduceOp.MAX)
+        self._model_ranks.all_reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             all_reduce_group(bad, dist.ReduceOp.MAX, group)
         is_first = optimizer is self._optimizers[0]
@@ -183,7 +183,7 @@ class StepGuard:
     def _record_skipped_step(self, gradients: dict[str, Tensor]) -> None:
         """Count a skipped step, and log a message or raise an error. All ranks of the model must call this method."""
         rank = dist.get_rank()
-        final = list(dict.fromkeys(self._gather_texts(not_finite(gradients))))
+        final = list(dict.fromkeys(self._gather_texts(nonfinite_names(gradients))))
         own_messages = (
             [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.nonfinite_messages(set(final))]
         )

@@ -31,7 +31,7 @@ from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
-from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
+from layerzero.sharding.meta_init import TensorFromMeta, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
 
@@ -394,7 +394,7 @@ def build_unit(
     site: UnitMesh,
     mesh: MeshResources,
     param_init_fn: InitFn | None,
-) -> tuple[Unit, list[UninitializedTensor]]:
+) -> tuple[Unit, list[TensorFromMeta]]:
     """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
     Units are built one at a time, so that at most one unit has full tensors at any time.
@@ -403,7 +403,7 @@ def build_unit(
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
-    _materialize_together(plan, site, param_init_fn)
+    _materialize_on_all_ranks(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
     uninitialized = _uninitialized_tensors(plan, was_on_meta)
@@ -440,7 +440,7 @@ def build_unit(
     unit = Unit(
         plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
-    unit.show_sharded()
+    unit.install_sharded()
     return unit, uninitialized
 
 
@@ -472,12 +472,12 @@ def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
 
 
-def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
+def _tensors_on_meta(plan: UnitDefinition) -> list[TensorFromMeta]:
     parameters = [
-        UninitializedTensor(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
+        TensorFromMeta(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
     ]
     buffers = [
-        UninitializedTensor(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
+        TensorFromMeta(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
         for module, module_name in plan.modules.items()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
@@ -485,9 +485,7 @@ def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
     return [*parameters, *buffers]
 
 
-def _uninitialized_tensors(
-    plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]
-) -> list[UninitializedTensor]:
+def _uninitialized_tensors(plan: UnitDefinition, was_on_meta: Sequence[TensorFromMeta]) -> list[TensorFromMeta]:
     parameters = {info.name: info.parameter for info in plan.parameters}
     uninitialized = []
     for candidate in was_on_meta:
@@ -499,7 +497,7 @@ def _uninitialized_tensors(
     return uninitialized
 
 
-def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
+def _materialize_on_all_ranks(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
     """Materialize the parameters and buffers of a unit. If any rank fails, raise an error on all ranks of the model."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):

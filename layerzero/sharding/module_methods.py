@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.engine.call_context import call_with_hooks
-from layerzero.engine.hooks import forward_hooks, get_state, get_states, units_within
+from layerzero.engine.hooks import forward_hooks, get_state, get_states, owning_units
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
@@ -111,7 +111,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
             "the module that holds the weights, such as model.head"
         )
     with ExitStack() as contexts:
-        for lz_state, units in units_within(module).items():
+        for lz_state, units in owning_units(module).items():
             contexts.enter_context(lz_state.scheduler.gathered(units))
         yield
 

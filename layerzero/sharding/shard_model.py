@@ -25,11 +25,11 @@ from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import (
     ModelGroups,
     drop_released_groups,
-    groups_so_far,
+    group_count_fields,
     groups_to_release,
     wait_for_releases,
 )
-from layerzero.comm.refresh_speed import RefreshSpeed, measure_refresh
+from layerzero.comm.refresh_speed import RefreshDurations, measure_refresh
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
@@ -60,20 +60,20 @@ from layerzero.sharding.build_units import (
     settings_to_compare,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
-from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
+from layerzero.sharding.meta_init import TensorFromMeta, initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.unit_meshes import (
     MeshOf,
     ModelParallelMeshes,
-    agree_model_parallel,
-    meshes_of_units,
-    model_parallel_axes,
+    connect_meshes,
+    find_model_parallel_meshes,
+    model_parallel_failure,
     root_mesh,
-    unit_meshes,
+    unit_mesh_selector,
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
-from layerzero.sharding.wrapper_checks import guard_wrappers, refuse_fully_shard
+from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
 from layerzero.utils.lossless_differences import LosslessDifferences
 
 _log = logging.getLogger("layerzero")
@@ -282,11 +282,11 @@ def shard_model(
         plans = partition(
             model,
             units,
-            mesh_of=unit_meshes(mesh, root),
+            mesh_of=unit_mesh_selector(mesh, root),
             ignored_params=ignored_params,
             ignored_modules=ignored_modules,
         )
-        model_parallel_meshes = model_parallel_axes(plans)
+        model_parallel_meshes = find_model_parallel_meshes(plans)
         check_meta_init(plans, param_init_fn)
         check_codec(plans, config)
         check_refresh_codec(plans, config, root)
@@ -297,9 +297,9 @@ def shard_model(
         fields = settings_to_compare(model, plans, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
-    failure = agree_model_parallel(model, root, fields, failure)
+    failure = model_parallel_failure(model, root, fields, failure)
     wait_for_releases()
-    created_groups = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+    created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
     require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=created_groups, failure=failure)
 
     groups = ModelGroups()
@@ -324,7 +324,7 @@ def _build(
 
     All ranks of the model must call this function with the same plans.
     """
-    model_ranks, sites = meshes_of_units(
+    model_ranks, sites = connect_meshes(
         model_parallel_meshes, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation
     )
     mesh_info = model_ranks.mesh_info
@@ -367,7 +367,7 @@ def _build(
     }
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
-    uninitialized: list[UninitializedTensor] = []
+    uninitialized: list[TensorFromMeta] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         origins += [(info.parameter, info.name) for info in plan.parameters]
@@ -402,8 +402,8 @@ def _choose_refresh_codec(
     if can_encode_refreshes(plans, config, model_ranks.mesh_info.mesh) and comm.size > 1:
         trial_comm = replace(comm, counters=TrafficCounters())  # the trial is not traffic of the user's training
         speed = torch.tensor(measure_refresh(trial_comm, LosslessDifferences.best()), dtype=torch.float64)
-        model_ranks.reduce(speed, dist.ReduceOp.MAX)
-        if RefreshSpeed(*speed.tolist()).prefers_encoding:
+        model_ranks.all_reduce(speed, dist.ReduceOp.MAX)
+        if RefreshDurations(*speed.tolist()).prefers_encoding:
             chosen = "lossless"
     if model_ranks.is_first and speed is not None:
         text = "refresh_codec='auto': a trial refresh took %.0f ms, and %.0f ms with encoding. The codec is %s"
@@ -435,7 +435,7 @@ def _attach_to_model(lz_state: LayerZeroState, plans: Iterable[UnitDefinition]) 
     register_hooks(lz_state)
     guard_optimizers(lz_state)
     guard_wrappers()
-    refuse_fully_shard(module for plan in plans for module in plan.modules)
+    guard_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(lz_state)
     show_units_in_repr(lz_state.units)
     filter_mesh_warnings()

@@ -27,11 +27,11 @@ __all__ = [
     "MeshOf",
     "ModelParallelMeshes",
     "UnitMesh",
-    "agree_model_parallel",
-    "meshes_of_units",
-    "model_parallel_axes",
+    "connect_meshes",
+    "find_model_parallel_meshes",
+    "model_parallel_failure",
     "root_mesh",
-    "unit_meshes",
+    "unit_mesh_selector",
 ]
 
 
@@ -68,7 +68,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
     return mesh_of_ranks(ranks, zero3_size, model_parallel.device_type, caller="shard_model(zero3_size=...)")
 
 
-def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
+def unit_mesh_selector(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
     """Return a function that returns the mesh of a unit: the result of `mesh` if it is a callable, otherwise `root`."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
@@ -120,7 +120,7 @@ def _data_parallel_ranks(model_parallel: DeviceMesh) -> list[int]:
 ModelParallelMeshes = dict[DeviceMesh, DeviceMesh | None]
 
 
-def model_parallel_axes(plans: Sequence[UnitDefinition]) -> ModelParallelMeshes:
+def find_model_parallel_meshes(plans: Sequence[UnitDefinition]) -> ModelParallelMeshes:
     """Return a dict that maps each mesh of units to the model-parallel mesh of its DTensor parameters, or to None.
 
     The root's mesh is the first key.
@@ -155,7 +155,7 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> ModelParallelMeshes:
     return {plan.mesh: first_dtensors[plan.mesh][1] if plan.mesh in first_dtensors else None for plan in plans}
 
 
-def agree_model_parallel(
+def model_parallel_failure(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
     """Compare `fields` along the root's model-parallel axes. Return the error that this rank must raise, or None."""
@@ -210,7 +210,7 @@ class UnitMesh:
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
-def meshes_of_units(
+def connect_meshes(
     model_parallel_meshes: ModelParallelMeshes, groups: ModelGroups, *, sums_locally: bool
 ) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Return the ranks of a model, and a dict that maps each mesh to its `UnitMesh`. The root's mesh is first.

@@ -274,18 +274,18 @@ def _units_by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) ->
                 )
             wrapped.add(module)
     else:
-        _ask_policy(model, policy, ignored, wrapped)
+        _collect_wrapped(model, policy, ignored, wrapped)
     wrapped = {each for each in wrapped if _has_forward(each) and _numel(each, ignored)}
     return [(name, module) for module, name in names.items() if name and module in wrapped]
 
 
-def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
+def _collect_wrapped(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
     """Add the modules that a policy wraps to `wrapped`, children first. Return the number of elements in them."""
     numel, inside = _numel(module, ignored), 0
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     for child in module.children():
-        inside += _ask_policy(child, policy, ignored, wrapped)
+        inside += _collect_wrapped(child, policy, ignored, wrapped)
     if not policy(module=module, recurse=False, nonwrapped_numel=numel - inside) or not _has_forward(module):
         return inside
     wrapped.add(module)
@@ -524,7 +524,7 @@ def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | 
             )
         if (why := reason_not_shardable(parameter.placements, parameter.ndim)) is not None:
             return why
-        if not _has_own_memory(local):
+        if not _has_default_dispatch(local):
             return f"a DTensor whose local tensor is a {type(local).__name__}, a tensor subclass"
     elif has_extension(parameter):
         if (why := reason_not_extensible(parameter)) is not None:
@@ -546,10 +546,10 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     """Return True if the parameter's class overrides neither ``__torch_function__`` nor ``__torch_dispatch__``."""
     kind = type(parameter)
     asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
-    return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
+    return issubclass(kind, nn.Parameter) and not asks_function and _has_default_dispatch(parameter)
 
 
-def _has_own_memory(tensor: torch.Tensor) -> bool:
+def _has_default_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
@@ -557,7 +557,7 @@ def is_plain_strided(tensor: torch.Tensor) -> bool:
     """Return whether collectives can send `tensor`: it is strided, not quantized, and not a wrapper subclass."""
     if is_lazy(tensor):
         return False
-    return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+    return _has_default_dispatch(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def describe_tensor_kind(tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
-__all__ = ["guard_wrappers", "refuse_fully_shard", "refuse_wrapped_parts"]
+__all__ = ["guard_fully_shard", "guard_wrappers", "refuse_wrapped_parts"]
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 
@@ -60,7 +60,7 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
                 )
 
 
-def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
+def guard_fully_shard(modules: Iterable[nn.Module]) -> None:
     """Make torch's fully_shard raise ValueError if it is applied to any of `modules`."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["any_not_finite", "few_names", "max_magnitudes", "not_finite"]
+__all__ = ["any_not_finite", "few_names", "max_magnitudes", "nonfinite_names"]
 
 _SHOWN = 3  # maximum number of names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tenso
 
 
 @torch.no_grad()
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that contain a NaN or an infinity.
 
     Each tensor is read once. The host waits for the device.

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from layerzero.utils.lossless_differences import LosslessDifferences, memory_of
 
-__all__ = ["Version", "WeightPacketError", "WeightReceiver", "make_packet"]
+__all__ = ["PacketPosition", "WeightPacketError", "WeightReceiver", "make_packet"]
 
 _FORMAT = "layerzero weights 1"
 _PIECE = 1 << 20  # number of elements that are encoded together
@@ -40,7 +40,7 @@ class WeightPacketError(RuntimeError):
     """Error for a packet that is damaged, does not fit the tensors, or does not follow the receiver's version."""
 
 
-class Version(NamedTuple):
+class PacketPosition(NamedTuple):
     """Position of a packet among all packets of its sender."""
 
     sender: str  # random name
@@ -64,7 +64,7 @@ class _Entry(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor, Tensor | None]]) -> bytes:
+def make_packet(version: PacketPosition, tensors: Sequence[tuple[Sequence[str], Tensor, Tensor | None]]) -> bytes:
     """Encode tensors as one packet.
 
     Args:
@@ -182,7 +182,7 @@ class WeightReceiver:
             self._next = (version.version, version.packet + 1)
         return self.version is not None
 
-    def _require_next(self, version: Version) -> None:
+    def _require_next(self, version: PacketPosition) -> None:
         position = version.version, version.packet
         if version.base is None and version.packet == 0:
             return
@@ -231,7 +231,7 @@ class WeightReceiver:
 
 def _parse_packet(
     packet: bytes | bytearray | memoryview,
-) -> tuple[Version, LosslessDifferences, list[_Entry], list[memoryview]]:
+) -> tuple[PacketPosition, LosslessDifferences, list[_Entry], list[memoryview]]:
     view = memoryview(packet).cast("B")
     length, checksum = (int.from_bytes(view[start : start + 8], "little") for start in (0, 8))
     end = 16 + length
@@ -239,7 +239,7 @@ def _parse_packet(
         text = bytes(view[16:end])
         header = json.loads(text)
         is_valid = header["format"] == _FORMAT and zlib.crc32(text) == checksum
-        version = Version(*(header[name] for name in Version._fields))
+        version = PacketPosition(*(header[name] for name in PacketPosition._fields))
         entries = [_Entry(**fields) for fields in header["tensors"]]
         bounds = list(accumulate((size for entry in entries for size in entry.sizes), initial=end))
         is_valid &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)

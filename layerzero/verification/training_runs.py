@@ -34,7 +34,7 @@ __all__ = [
     "PER_MODEL",
     "PlainRun",
     "TrainingTask",
-    "loss_of_output",
+    "default_loss",
     "preserved_rng",
     "train_plain",
     "train_sharded",
@@ -80,7 +80,7 @@ class TrainingTask:
         _seed(self.seed, 1 + index, rank, 0)
         return self.batch_fn(index, rank)
 
-    def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
+    def forward_backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
         """Run the forward and backward passes of one micro-batch. Its indices seed the random number generators.
 
         Returns:
@@ -98,7 +98,7 @@ class TrainingTask:
         return loss.item()
 
 
-def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """Run the model and return its output, or the ``loss`` in its output. This is the default loss function."""
     try:
         if isinstance(batch, Mapping):
@@ -153,7 +153,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         gradient_sums: dict[str, Tensor] = {}
         for virtual_rank, model in enumerate(models):
             for micro_batch in range(task.micro_batches):
-                run.losses.append(task.backward(model, step, micro_batch, virtual_rank, device))
+                run.losses.append(task.forward_backward(model, step, micro_batch, virtual_rank, device))
                 _add_gradients(gradient_sums, model, masters)
         _require_finite(run.losses, step)
         if rank == 0:
@@ -192,7 +192,7 @@ def train_sharded(
         for micro_batch in range(task.micro_batches):
             last = micro_batch + 1 == task.micro_batches
             with nullcontext() if last else no_sync(model):
-                task.backward(model, step, micro_batch, rank, device)
+                task.forward_backward(model, step, micro_batch, rank, device)
         _average_ignored(model)
         gradients = {
             name: None if p.grad is None else _full_on_rank_0(p.grad, rank) for name, p in model.named_parameters()

@@ -27,7 +27,7 @@ from layerzero.verification.training_runs import (
     PER_MODEL,
     PlainRun,
     TrainingTask,
-    loss_of_output,
+    default_loss,
     preserved_rng,
     train_plain,
     train_sharded,
@@ -154,7 +154,7 @@ def verify(
     """
     require_numpy("layerzero.verify")
     check_arguments(steps=steps, micro_batches=micro_batches, tolerance=tolerance, timeout=timeout, settings=settings)
-    loss_fn = loss_of_output if loss_fn is None else loss_fn
+    loss_fn = default_loss if loss_fn is None else loss_fn
     optimizer_fn = default_optimizer if optimizer_fn is None else optimizer_fn
     functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
     for name, function in functions.items():
@@ -261,7 +261,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
         for trial in _create_trials(sizes, tolerance, settings, plain.dtypes):
-            rows += _compare(task, trial, plain, rank=rank, device_type=device_type)
+            rows += _run_trial(task, trial, plain, rank=rank, device_type=device_type)
     rows.sort(key=lambda row: (-row.relative_to_tolerance, row.name, row.zero3_size))
     shared: list[Any] = [VerifyReport(tuple(rows), world, task.steps, task.micro_batches, notes)]
     dist.broadcast_object_list(shared, src=0)
@@ -269,7 +269,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
     return report
 
 
-def _compare(
+def _run_trial(
     task: TrainingTask, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
     """Train the sharded model once. Return one row per parameter on rank 0, and an empty list on other ranks."""

@@ -154,7 +154,7 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         return False
 
     with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint"):
-        atomic_files.claim_path(partial, path, intrudes, overwrite=True)
+        atomic_files.publish_folder(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
     atomic_files.remove(partial)  # as a failed save does
     (old,) = tmp_path.glob(".last.*.replaced")

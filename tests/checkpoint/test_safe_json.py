@@ -23,7 +23,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, atomic_files, safe_json, whole_model_files
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
-from layerzero.checkpoint.safe_json import CONTENTS_BYTES, printable
+from layerzero.checkpoint.safe_json import CONTENTS_BYTES, escape_unprintable
 from layerzero.cli import app
 from tests.support.checkpointing import everything, train
 from tests.support.damaging import save_intact, sign
@@ -137,7 +137,7 @@ def test_names_are_shown_and_not_sent_to_the_terminal(tmp_path: Path) -> None:
     sign(tmp_path / "one")
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "one")], color=True)
     assert shown.exit_code == 1 and SEEN in shown.stderr and "\x1b" not in shown.stderr
-    assert printable("a\nb\té\ud800") == "a\nb\\té\\ud800"
+    assert escape_unprintable("a\nb\té\ud800") == "a\nb\\té\\ud800"
 
 
 # Optimizers

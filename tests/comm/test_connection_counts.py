@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
-from layerzero.engine.used_params import PendingUse
+from layerzero.engine.used_params import PendingUsage
 from tests.support import wrapped_gloo
 from tests.support.models import (
     different,
@@ -143,14 +143,14 @@ class Halves(nn.Module):
 
 def _reads_before_others_step(rank: int) -> None:
     """Read a gradient on rank 0 only, before all ranks take part in a collective of the user."""
-    relay = PendingUse.relay
+    relay = PendingUsage.relay
 
-    def relay_late(pending: PendingUse) -> None:
+    def relay_late(pending: PendingUsage) -> None:
         time.sleep(0.2)
         relay(pending)
 
     if rank > 1:
-        PendingUse.relay = relay_late  # type: ignore[method-assign]
+        PendingUsage.relay = relay_late  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = layerzero.shard_model(Halves(), mesh=mesh_of(2))
     for _ in range(3):
@@ -166,7 +166,7 @@ def _reads_before_others_step(rank: int) -> None:
         )
         assert model.first.weight.grad is not None and model.second.weight.grad is not None
         model.zero_grad()
-    PendingUse.relay = relay  # type: ignore[method-assign]
+    PendingUsage.relay = relay  # type: ignore[method-assign]
 
 
 def test_one_rank_may_read_a_gradient_before_it_meets_the_others() -> None:

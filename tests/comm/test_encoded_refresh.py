@@ -502,8 +502,8 @@ def test_auto_chooses_one_codec_for_all_ranks() -> None:
 
 
 def test_encoding_must_be_clearly_faster() -> None:
-    assert refresh_speed.RefreshSpeed(1.0, 0.5).prefers_encoding
-    assert not refresh_speed.RefreshSpeed(1.0, 0.9).prefers_encoding
+    assert refresh_speed.RefreshDurations(1.0, 0.5).prefers_encoding
+    assert not refresh_speed.RefreshDurations(1.0, 0.9).prefers_encoding
 
 
 def _observed(rank: int, folder: Path) -> None:

@@ -40,12 +40,12 @@ def _clip(rank: int) -> None:
     object.__setattr__(get_state(model).ranks.mesh_info, "device", torch.device("meta"))
     devices: list[torch.device] = []
 
-    def reduce(model_ranks: ModelRanks, number: Tensor, op: Any) -> None:
+    def all_reduce(model_ranks: ModelRanks, number: Tensor, op: Any) -> None:
         devices.append(number.device)
         raise _Seen
 
     for norm_type in (2.0, math.inf):
-        with mock.patch.object(ModelRanks, "reduce", reduce), pytest.raises(_Seen):
+        with mock.patch.object(ModelRanks, "all_reduce", all_reduce), pytest.raises(_Seen):
             layerzero.clip_grad_norm_(model, 1.0, norm_type)
     assert devices == [torch.device("meta")] * 2, "the communicator's device"
 
@@ -195,7 +195,7 @@ def _side_streams_after_a_failure(rank: int) -> None:
         handle = model.first.register_forward_hook(watch)
         loss = integer_loss(model, integer_batch(rank=rank))
         with mock.patch.object(
-            type(streams), "gradients_ready", autospec=True, side_effect=type(streams).gradients_ready
+            type(streams), "record_gradients_event", autospec=True, side_effect=type(streams).record_gradients_event
         ) as landed:
             with pytest.raises(_Seen):
                 loss.backward()

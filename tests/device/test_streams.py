@@ -149,7 +149,7 @@ def _landed_of_nobody(streams: DeviceStreams) -> Any:
 def _does_not_wait(rank: int, path: str) -> None:
     register()
     mesh = mesh_on(NAME, 2)
-    with mock.patch.object(DeviceStreams, "gradients_ready", _landed_of_nobody), Device().installed() as device:
+    with mock.patch.object(DeviceStreams, "record_gradients_event", _landed_of_nobody), Device().installed() as device:
         _steps(_shard(mesh), rank, path, device)
 
 

@@ -12,10 +12,10 @@ from layerzero.doctor.findings import Finding
 from layerzero.doctor.package_checks import (
     check_apex,
     check_extras,
-    check_folder,
     check_imports,
     check_layerzero,
     check_packages,
+    check_shadowed_imports,
     installed_versions,
 )
 
@@ -87,13 +87,13 @@ def test_a_strangers_distribution_with_another_module_is_noted(tmp_path: Path) -
 
 
 def test_a_file_that_hides_a_package_is_a_problem(tmp_path: Path) -> None:
-    assert check_folder(tmp_path, PACKAGE) == []
-    assert check_folder(PACKAGE.parent, PACKAGE) == [], "the package itself"
+    assert check_shadowed_imports(tmp_path, PACKAGE) == []
+    assert check_shadowed_imports(PACKAGE.parent, PACKAGE) == [], "the package itself"
     (tmp_path / "layerzero").mkdir()
-    assert check_folder(tmp_path, PACKAGE) == [], "without __init__.py, an installed package comes first"
+    assert check_shadowed_imports(tmp_path, PACKAGE) == [], "without __init__.py, an installed package comes first"
     (tmp_path / "layerzero" / "__init__.py").touch()
     (tmp_path / "torch.py").touch()
-    first, second = check_folder(tmp_path, PACKAGE)
+    first, second = check_shadowed_imports(tmp_path, PACKAGE)
     assert first.level == second.level == "problem"
     assert "layerzero/__init__.py instead of layerzero" in first.text and "torch.py instead of torch" in second.text
 

@@ -264,7 +264,7 @@ def _reported(rank: int) -> None:
             layer, (plain, extended) = get_state(model).units[1], get_state(model).units[1].handles
             rows = -(-WIDTH // WORLD) * WORLD  # padding included
             others = plain.weights.full_buffer.nbytes if plain.weights.needs_gather else 0
-            assert layer.gathered_memory.nbytes == rows * WIDTH + rows * 8 + others, "int8 rows and fp64 scales"
+            assert layer.gathered_footprint.nbytes == rows * WIDTH + rows * 8 + others, "int8 rows and fp64 scales"
             assert extended.weights.needs_gather == (size > 1) and not extended.weights.buffer.read_by_peers
             if size > 1:
                 assert traffic.predicted["gather"] == traffic.bytes["gather"]

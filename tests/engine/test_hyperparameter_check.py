@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from layerzero.engine.hyperparameter_check import SettingsCheck
+from layerzero.engine.hyperparameter_check import HyperparameterCheck
 from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -137,8 +137,8 @@ def test_equal_settings_of_other_types_are_equal() -> None:
 _NONE, _ONE, _OTHER = bytes(16), bytes([1] * 8 + [254] * 8), bytes([2] * 8 + [253] * 8)
 
 
-def _check_of_two_axes() -> SettingsCheck:
-    return SettingsCheck(SimpleNamespace(control_comms=(None, None)))  # type: ignore[arg-type]  # no texts are sent
+def _check_of_two_axes() -> HyperparameterCheck:
+    return HyperparameterCheck(SimpleNamespace(control_comms=(None, None)))  # type: ignore[arg-type]  # no texts are sent
 
 
 @pytest.mark.parametrize("digests", [[_NONE, _ONE], [_ONE, _ONE], [_NONE, _NONE]])

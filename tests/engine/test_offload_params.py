@@ -265,7 +265,7 @@ def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_
     shard.store(full)
     with shard.fetch_into(full, on_copy_stream=True):
         transfers.record.append(("gather", None))
-    shard.arrive()
+    shard.read_on_host()
     assert transfers.record == [
         ("fetch", []),
         ("store", [1]),  # must not overwrite what the fetch reads

@@ -27,7 +27,7 @@ from benchmarks.compare import COMPARED, backend_of, largest_difference, main, r
 from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
-from layerzero.verification.training_runs import TrainingTask, loss_of_output
+from layerzero.verification.training_runs import TrainingTask, default_loss
 from tests.support.loops import launched_program
 from tests.support.ranks import run_ranks
 
@@ -121,7 +121,7 @@ def first_loss(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: int, mic
     """Return the mean loss of the first step, computed by a plain model in this process."""
     monkeypatch.syspath_prepend(str(folder))
     mine = importlib.import_module("mine")
-    task = TrainingTask(mine.Net, mine.make_batch, loss_of_output, torch.optim.Adam, 1, micro_batches, 0)
+    task = TrainingTask(mine.Net, mine.make_batch, default_loss, torch.optim.Adam, 1, micro_batches, 0)
     model, losses = task.build(), []
     for rank in range(ranks):
         batches = [task.batch(index, rank) for index in range(micro_batches)]

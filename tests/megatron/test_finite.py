@@ -167,7 +167,7 @@ def _scaled(rank: int) -> None:
     case = DATA.but(dtype="float16")
     with megatron(case), poisoned() as poison:
         ours, optimizer = make_ours(case)
-        assert all(handle.inspect is None for handle in get_state(ours[0]).handles)
+        assert all(handle.inspector is None for handle in get_state(ours[0]).handles)
         poison.armed = True
         assert step(case, ours, optimizer, 0) == (False, None, None)
         poison.armed = False

@@ -19,7 +19,7 @@ import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import with_preparation
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
-from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_matrices_separately
+from layerzero.optimizers.compatibility_trial import find_row_difference, group_kind, steps_matrices_separately
 from tests.support import apex_emulation as apex
 from tests.support.models import (
     IntegerNet,
@@ -300,8 +300,8 @@ def test_a_derived_class_is_tried_out_like_any_other() -> None:
     assert kinds_that_need_full_params(optimizer, CPU) == set()
     assert optimizer.param_groups_master == [{"params": [None, None]}] and not optimizer.state
     for kind in (apex.FusedAdam, apex.FusedAdagrad):
-        assert difference(kind(parameters), CPU) is None, "names say what a trial would find"
-    assert difference(apex.FusedLAMB(parameters, **NO_LIMIT), CPU) is not None
+        assert find_row_difference(kind(parameters), CPU) is None, "names say what a trial would find"
+    assert find_row_difference(apex.FusedLAMB(parameters, **NO_LIMIT), CPU) is not None
     with pytest.raises(ValueError, match="capturable=True"):
         kinds_that_need_full_params(Own(parameters, capturable=True), CPU)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
-from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
+from layerzero.optimizers.compatibility_trial import TrialError, find_owner_difference, find_row_difference, group_kind
 from tests.support.models import GlobalScaling, LayerwiseScaling
 
 CPU = torch.device("cpu")
@@ -204,9 +204,9 @@ def test_parameters_like_the_optimizers_own_are_tried_where_others_cannot() -> N
 def test_torchs_matrix_optimizers_that_nobody_tries_out_would_pass(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 2))])
     assert kinds_that_need_full_params(optimizer, CPU) == kinds(optimizer)
-    assert difference_of_owners(optimizer, CPU, kinds(optimizer)) is None
+    assert find_owner_difference(optimizer, CPU, kinds(optimizer)) is None
     with contextlib.suppress(TrialError):  # Adafactor fails on a rank without rows
-        assert difference_of_owners(optimizer, CPU, set()) is not None, "on rows it would be another one"
+        assert find_owner_difference(optimizer, CPU, set()) is not None, "on rows it would be another one"
 
 
 MIXES = {
@@ -303,6 +303,6 @@ def test_trying_an_optimizer_out_leaves_everything_as_it_was() -> None:
     "name", ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"]
 )
 def test_torchs_own_optimizers_that_nobody_tries_out_would_pass(name: str) -> None:
-    assert difference(build(getattr(torch.optim, name)), CPU) is None
+    assert find_row_difference(build(getattr(torch.optim, name)), CPU) is None
     foreach = build(getattr(torch.optim, name), foreach=True)
-    assert difference(foreach, CPU) is None
+    assert find_row_difference(foreach, CPU) is None

@@ -22,7 +22,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
-from layerzero.planning.estimator import _CRITERIA, StepCost, choice_text, simplest_fast_row
+from layerzero.planning.estimator import _CRITERIA, StepCost, selection_reason, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.plan_report import (
     COLUMNS_TEXT,
@@ -227,7 +227,7 @@ def test_frozen_parameters_have_no_gradients_in_any_scheme() -> None:
         plan(make, cluster, units={Block}, micro_batches=[3], offload=False, tokens=64, recompute=False)
         for make in (Trained, Adapted)
     )
-    assert (whole.trained, part.numel, part.trained) == (numel, numel, 13)
+    assert (whole.trained_numel, part.numel, part.trained_numel) == (numel, numel, 13)
     assert " trained)" not in whole.parameters_text and part.parameters_text.endswith(" (13 trained)")
     assert part.as_dict()["trained_parameters"] == 13
     for row, other in zip(part.other_schemes, whole.other_schemes, strict=True):
@@ -589,15 +589,17 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
     worse = [replace(simple, choice=replace(simple.choice, **change)) for _, change in values]
     rule = f"{', then '.join(text for text, _ in values)}, then the least memory."
     assert rule == f"{', then '.join(text for text, _ in _CRITERIA)}."
-    assert choice_text([simple, *worse[:-1]]) == (
+    assert selection_reason([simple, *worse[:-1]]) == (
         "Of the 6 combinations that fit and are within 3% of the highest throughput, the planner prefers the one with "
         f"{', then '.join(text for text, _ in values[:-1])}."
     )
-    assert choice_text([simple, worse[2]]).endswith("the planner prefers the one with the fewest codecs.")
-    assert choice_text([simple, simple]).endswith("the planner prefers the fastest."), "rows are sorted by throughput"
+    assert selection_reason([simple, worse[2]]).endswith("the planner prefers the one with the fewest codecs.")
+    assert selection_reason([simple, simple]).endswith("the planner prefers the fastest."), (
+        "rows are sorted by throughput"
+    )
     slow = replace(simple, simulated=lambda: StepCost(1.1, {}, {}, 0.0))
-    assert choice_text([simple, slow]) == "No other combination that fits is within 3% of its throughput."
-    assert choice_text(found.rows) in found.why
+    assert selection_reason([simple, slow]) == "No other combination that fits is within 3% of its throughput."
+    assert selection_reason(found.rows) in found.why
     local = replace(worse[-1], peak=simple.peak - 1)
     twice = [
         replace(row, choice=replace(row.choice, micro_batches=2), tokens_per_step=2 * row.tokens_per_step)

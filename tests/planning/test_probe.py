@@ -16,7 +16,7 @@ import torch.distributed as dist
 import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.planning import Cluster, ProbeResult, TransformerShape, probe
-from layerzero.planning.probe import _host_bytes, _slowest, latency_and_bandwidth
+from layerzero.planning.probe import _host_bytes, _worst_over_ranks, latency_and_bandwidth
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
@@ -70,7 +70,7 @@ def test_what_can_be_measured_is_and_the_rest_is_a_default(world: int, size: int
 def _one_is_slow(rank: int) -> dict[str, float]:
     model = layerzero.shard_model(integer_net(), zero3_size=2)
     control = get_state(model).mesh_info.control_comms
-    found = _slowest({"between": 1.0 + rank, "launch": 10.0 + rank, "nodes": 2, "device": "cpu"}, control)
+    found = _worst_over_ranks({"between": 1.0 + rank, "launch": 10.0 + rank, "nodes": 2, "device": "cpu"}, control)
     return found
 
 

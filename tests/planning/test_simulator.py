@@ -23,11 +23,11 @@ from layerzero.planning.sim_program import (
     StartReduction,
     StepEnd,
     WaitReductions,
+    mean_span_seconds,
     program_from_events,
     read_recording,
     replace_collectives,
     replace_times,
-    seconds_of,
 )
 from layerzero.planning.simulator import SimMachine, simulate
 from tests.support.models import TiedTransformer
@@ -214,7 +214,7 @@ def test_no_simulation_beats_the_processor_or_a_link_and_all_repeat_exactly(sett
 def test_times_and_bytes_can_be_replaced() -> None:
     program = program_from_events(record_blocks(2, SETTINGS[0], steps=2))
     told = replace_times(program, lambda what: {"forward": 1.0, "backward": 2.0, "add": 0.25}.get(what[0], 0.0))
-    found = seconds_of(told)
+    found = mean_span_seconds(told)
     assert found["forward", "blocks.1"] == pytest.approx(1.0)
     assert found["backward", "the root"] == pytest.approx(2.0)
     assert found["add", "hop2 blocks.0"] == 0.25 and found["update", "optimizer"] == 0.0

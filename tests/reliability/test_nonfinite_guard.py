@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.utils.nonfinite import not_finite
+from layerzero.utils.nonfinite import nonfinite_names
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
@@ -204,8 +204,8 @@ def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
                 for number in (math.nan, math.inf, -math.inf, largest, -largest):
                     tensor = fine.clone()
                     tensor[place] = number
-                    assert not_finite({"a": fine, "b": tensor}) == ([] if math.isfinite(number) else ["b"])
-        assert not_finite({"all": torch.full((3,), largest, dtype=dtype)}) == [], "though their sum overflows"
+                    assert nonfinite_names({"a": fine, "b": tensor}) == ([] if math.isfinite(number) else ["b"])
+        assert nonfinite_names({"all": torch.full((3,), largest, dtype=dtype)}) == [], "though their sum overflows"
 
 
 def _one_half_is_bad(rank: int) -> None:

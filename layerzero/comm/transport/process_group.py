@@ -27,7 +27,7 @@ from layerzero.comm.transport.base import (
 )
 from layerzero.comm.transport.post_forward_shard import PostForwardShard
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.device.host_shard import Fetch
+from layerzero.device.host_shard import PendingFetch
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 
@@ -124,11 +124,15 @@ class GatheredFullBuffer(FullBuffer):
     def has_post_forward_shard(self) -> bool:
         return self._post_forward.nbytes > 0
 
-    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingDecode | Fetch:
+    def gather(
+        self, *, name: str, after: PendingCollective | None = None
+    ) -> PendingCollective | PendingDecode | PendingFetch:
         self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
         return self._post_forward.gather(name=name) or self._gather_shards(name, after)
 
-    def _gather_shards(self, name: str, after: PendingCollective | None) -> PendingCollective | PendingDecode | Fetch:
+    def _gather_shards(
+        self, name: str, after: PendingCollective | None
+    ) -> PendingCollective | PendingDecode | PendingFetch:
         if self._host_shard is None:
             return self._all_gather(name, after)
         if self._comm.size == 1:

@@ -138,7 +138,7 @@ class SharedMemoryTransport(Transport):
             # no extra memory is needed.
             parts = partial(pool.parts, number, numel, flat.dtype)
             return PendingReduction(
-                launched.attach_transfers(pool.peers_ready(number)), flat, parts, wire_dtype, release_buffers
+                launched.attach_transfers(pool.pending_peers(number)), flat, parts, wire_dtype, release_buffers
             )
 
     @property
@@ -146,7 +146,7 @@ class SharedMemoryTransport(Transport):
         return self.barrier.memory.allocated_bytes
 
     def begin_write(self) -> None:
-        self.barrier.arrive()
+        self.barrier.arrive_and_wait()
 
     def end_write(self) -> None:
         self.barrier.end_round()
@@ -184,7 +184,7 @@ class WriteBarrier:
         self._handles += 1
         return SharedFullBuffer(self, tensor, own, _FIRST_HANDLE + self._handles - 1)
 
-    def arrive(self) -> None:
+    def arrive_and_wait(self) -> None:
         """Wait until all ranks have arrived at this round and no longer read the weights.
 
         Weights that are written after this call must be refreshed.

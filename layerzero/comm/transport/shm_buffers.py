@@ -32,7 +32,14 @@ from layerzero.comm.transport.shm_counters import LINE
 from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.buffer_pools import BufferPool, Size
 
-__all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "aligned_bytes", "aligned_bytes_of_all"]
+__all__ = [
+    "RING_BYTES",
+    "PendingPeers",
+    "SharedBufferPool",
+    "SharedSendBuffer",
+    "aligned_bytes",
+    "aligned_bytes_of_all",
+]
 
 PUBLISHED, CONSUMED = 1, 2  # indices of counters in the shared memory
 FIRST_FREE_COUNTER = 3
@@ -86,7 +93,7 @@ class SharedBufferPool(BufferPool):
         self.most_bytes = self.predicted_bytes = memory.committed
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         return self._memory.size
 
     # Buffers
@@ -161,7 +168,7 @@ class SharedBufferPool(BufferPool):
 
         All ranks must have sent gradient `number`.
         """
-        index, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
+        index, nbytes = 2 * (number % _RING), numel * self.num_ranks * dtype.itemsize
         parts = []
         for rank, ring in enumerate(self._rings):
             if ring[index + 1] != nbytes:
@@ -179,8 +186,8 @@ class SharedBufferPool(BufferPool):
         self._added = number
         self._counters.increment(CONSUMED)
 
-    def peers_ready(self, number: int) -> PeersReady:
-        return PeersReady(self, number)
+    def pending_peers(self, number: int) -> PendingPeers:
+        return PendingPeers(self, number)
 
     def is_published(self, number: int) -> bool:
         """Return whether all ranks have sent gradient `number`."""
@@ -215,7 +222,7 @@ class SharedSendBuffer(SendBuffer):
         return self._pool.allocate_permanent(self.numel, self.dtype)
 
 
-class PeersReady:
+class PendingPeers:
     """Transfer that completes when all ranks have sent gradient `number`."""
 
     def __init__(self, pool: SharedBufferPool, number: int) -> None:

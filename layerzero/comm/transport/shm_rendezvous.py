@@ -53,7 +53,7 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
     reason = _reason_not_to_share({**machine, "problem": problem}, ranks, problem)
     if reason is None:
         assert memory is not None
-        problem = memory.check_visible()
+        problem = memory.visibility_error()
         reason = _reason_not_to_share({"problem": problem}, ranks, problem)
     if reason is None:
         return memory

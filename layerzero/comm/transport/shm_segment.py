@@ -66,7 +66,7 @@ class SharedSegment:
     Attributes:
         size: number of ranks.
         rank: index of this rank, from 0 to `size` - 1.
-        counters: counters of all ranks. Counter 0 is reserved for :meth:`check_visible`.
+        counters: counters of all ranks. Counter 0 is reserved for :meth:`visibility_error`.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -133,7 +133,7 @@ class SharedSegment:
         """Close the file. The other ranks of the ZeRO-3 group then consider the process of this rank to have exited."""
         self._close()
 
-    def check_visible(self) -> str | None:
+    def visibility_error(self) -> str | None:
         """Return an error message if this rank does not see the writes of other ranks, or None if it sees them.
 
         All ranks must have called :meth:`reserve` before this call.
