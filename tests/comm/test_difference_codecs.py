@@ -281,7 +281,7 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
 @pytest.mark.parametrize(
     ("ranks", "size", "shared_memory", "muon"),  # with S = 1, no ranks share memory
     [
-        (2, 1, "off", True),
+        pytest.param(2, 1, "off", True, marks=pytest.mark.slow),
         pytest.param(2, 1, "off", False, marks=pytest.mark.slow),
         pytest.param(4, 2, None, False, marks=pytest.mark.slow),
         pytest.param(4, 2, "off", True, marks=pytest.mark.slow),

@@ -192,7 +192,7 @@ def test_weights_have_the_same_bits_with_other_settings(settings: dict[str, Any]
     run_ranks(_same_bits, 2, 40, tmp_path, False, settings)
 
 
-@pytest.mark.default_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["offload_optimizer", "offload_params"])
 def test_weights_have_the_same_bits_with_offloading(setting: str, tmp_path: Path) -> None:
     run_ranks(_offloaded, setting, tmp_path)
@@ -222,6 +222,7 @@ def _partly_frozen(rank: int) -> None:
         _assert_same(models, step)
 
 
+@pytest.mark.slow
 def test_frozen_parameters() -> None:
     run_ranks(_partly_frozen)
 
@@ -240,6 +241,7 @@ def _without_forward(rank: int) -> None:
         _assert_same(models, step)
 
 
+@pytest.mark.slow
 def test_steps_without_a_forward_pass_between_them() -> None:
     run_ranks(_without_forward)
 

@@ -292,6 +292,7 @@ print("torch" in sys.modules, plan_layouts({params}, num_shards=24, align=4))
     assert outputs == {f"False {plan_layouts(params, num_shards=24, align=4)}\n"}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=4),
     st.integers(2, 4),

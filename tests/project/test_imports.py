@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "layerzero"
@@ -48,6 +49,7 @@ def _imports(node: ast.AST, *, for_types: bool) -> Iterator[str]:
         yield from _imports(child, for_types=for_types)
 
 
+@lru_cache
 def _modules(*, for_types: bool) -> dict[str, set[str]]:
     found = {}
     for path in PACKAGE.rglob("*.py"):

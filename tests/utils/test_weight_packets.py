@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero import WeightPacketError, WeightReceiver
 from layerzero.utils import weight_packets
-from layerzero.utils.weight_packets import Version, make_packet
+from layerzero.utils.weight_packets import PacketPosition, make_packet
 
 needs_zstandard = pytest.mark.skipif(find_spec("zstandard") is None, reason="needs zstandard: pip install zstandard")
 COMPRESSIONS = ["zlib", pytest.param("zstd", marks=needs_zstandard)]
@@ -44,7 +44,7 @@ class Sender:
         made = []
         for number, (name, now) in enumerate(tensors.items()):
             before = None if base is None else self._previous[name]
-            place = Version(self.name, self.version, base, number, len(tensors))
+            place = PacketPosition(self.name, self.version, base, number, len(tensors))
             made.append(make_packet(place, [((name,), now.contiguous(), before)]))
             self._previous[name] = now.clone(memory_format=torch.contiguous_format)
         return made
@@ -240,8 +240,8 @@ def test_tensors_that_do_not_fit_are_not_written(held: dict[str, Tensor], messag
 def test_a_tied_tensor_is_written_once_and_copied_to_its_other_names() -> None:
     first, second = (torch.tensor([1.0, step]).bfloat16() for step in (2, 3))
     packets = [
-        make_packet(Version("a", 1, None, 0, 1), [(("embed", "head"), first, None)]),
-        make_packet(Version("a", 2, 1, 0, 1), [(("embed", "head"), second, first)]),
+        make_packet(PacketPosition("a", 1, None, 0, 1), [(("embed", "head"), first, None)]),
+        make_packet(PacketPosition("a", 2, 1, 0, 1), [(("embed", "head"), second, first)]),
     ]
     shared = torch.zeros(2).bfloat16()
     cases = {
