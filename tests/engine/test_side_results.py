@@ -469,6 +469,7 @@ def test_selective_checkpoints_around_units_change_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
+@every_nth_setting(5)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
-def test_selective_checkpoints_with_more_settings(size: int, shared_memory: str | None) -> None:
-    run_ranks(_checkpoint_selectively, _ALL, size, world_size=WORLD, shared_memory=shared_memory)
+def test_selective_checkpoints_with_more_settings(size: int, shared_memory: str | None, stride: int) -> None:
+    run_ranks(_checkpoint_selectively, _ALL[::stride], size, world_size=WORLD, shared_memory=shared_memory)
