@@ -428,8 +428,8 @@ def load_full_state_dict(
         The missing and unexpected names, which are the same on all ranks.
 
     Raises:
-        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all problems, and the model
-            is not changed. The other ranks raise RuntimeError with the same text.
+        ValueError: shapes are wrong or, if `strict` is True, names are missing or unexpected. The message lists all
+            problems, and the model is not changed. The other ranks raise RuntimeError with the same text.
     """
     lz_state = get_state(model)
     model_ranks = lz_state.ranks

@@ -14,7 +14,7 @@ from layerzero.checkpoint.rank_agreement import agree_or_raise
 from layerzero.checkpoint.state_names import RankLocalNames, encode_all, trained_rows
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.utils.nonfinite import few_names, nonfinite_names
+from layerzero.utils.nonfinite import format_first_names, nonfinite_names
 
 __all__ = ["CollectedState", "collect", "require_equal_state", "topology_entry"]
 
@@ -71,8 +71,8 @@ def collect(
     nonfinite = nonfinite_names(trained_rows(lz_state, encoder.tensors))
     if nonfinite and require_finite:
         raise CheckpointError(
-            f"non-finite values in {few_names(nonfinite)} on rank {dist.get_rank()}. Nothing is saved, and existing "
-            "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
+            f"non-finite values in {format_first_names(nonfinite)} on rank {dist.get_rank()}. Nothing is saved, and "
+            "existing checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
         )
     return CollectedState(document, tensors, encoder.own, encoder.digests, nonfinite)
 

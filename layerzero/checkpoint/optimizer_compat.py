@@ -93,7 +93,7 @@ class ParamGroupCompatibility:
         return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _kind_of_leaf(value))
 
     def _decode_settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoded settings that contain no tensors. Tensors have not been read yet."""
+        """Decode the saved settings, except those that contain tensors, because tensors have not been read yet."""
         decoder = Decoder(_refuse_tensor, rank=None)
         return {
             key: decoder.decode(value)

@@ -27,7 +27,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.bit_sums import weighted_sum
-from layerzero.utils.nonfinite import few_names
+from layerzero.utils.nonfinite import format_first_names
 
 __all__ = ["Chain"]
 
@@ -113,7 +113,7 @@ class Chain:
         if differing:
             raise CheckpointError(
                 f"the run does not continue from the state saved at step {link['step']}, because these tensors differ: "
-                f"{few_names(differing)}. Load the checkpoint that contains the link"
+                f"{format_first_names(differing)}. Load the checkpoint that contains the link"
             )
         random = self._gather_texts(_random_digest())
         same_ranks = len(random) == len(link["random"])

@@ -121,7 +121,7 @@ def _exchange_fields(
         store.set(f"{prefix}/digest/{rank}", "failed" if failure else json.dumps(own_digests))
         if rank == ranks[0]:
             digests = _collect_texts(store, f"{prefix}/digest", ranks, timeout, subject)
-            store.set(f"{prefix}/first", _first_verdict(digests))
+            store.set(f"{prefix}/first", _verdict_from_digests(digests))
             if not isinstance(digests, str):
                 _delete_key(store, f"{scope}/{call_number - 1}/first")
         verdict = _read_verdict(store, f"{prefix}/first", timeout, subject, ranks[0])
@@ -182,7 +182,7 @@ def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     return f"{waited} ({'; '.join(statuses)}. Few operations publish a status, so a rank may be in another one now)"
 
 
-def _first_verdict(digests: dict[int, str] | str) -> str:
+def _verdict_from_digests(digests: dict[int, str] | str) -> str:
     if isinstance(digests, str):
         return digests
     if "failed" in digests.values():

@@ -263,7 +263,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._period) and self._has_world():
-                self._scan()
+                self._check_and_report()
         except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store exited
             pass
         except Exception:
@@ -306,7 +306,7 @@ class Watchdog:
                 time.monotonic() - launch.since,
             )
 
-    def _scan(self) -> None:
+    def _check_and_report(self) -> None:
         launch = self._oldest_pending(older_than=self.limit)
         if (
             launch is not None

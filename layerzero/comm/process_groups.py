@@ -283,7 +283,7 @@ def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
     """Drop the groups that all of their ranks have released. All `ranks` must call this function with the same `told`.
 
     Args:
-        told: result of :func:`groups_to_release` on each of `ranks`.
+        told: results of :func:`groups_to_release` on the ranks, in the order of `ranks`.
     """
     released = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):

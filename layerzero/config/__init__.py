@@ -52,7 +52,7 @@ class Precision:
 
     @property
     def casts_to_16_bits(self) -> bool:
-        """True if the compute weights are 16-bit copies of the masters, whose refreshes can be encoded."""
+        """True if the compute weights have a 16-bit dtype that differs from the dtype of the masters."""
         return self.compute.itemsize == 2 and self.master != self.compute
 
 

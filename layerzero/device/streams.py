@@ -363,7 +363,7 @@ class ImmediateStreams(ReductionStreams):
 
 
 class _DeviceEvents:
-    """One event on each of some streams. A wait is for all of them."""
+    """Events of several streams, one per stream. :meth:`wait` makes the current stream wait for all of them."""
 
     def __init__(self, module: Any, streams: Sequence[Any]) -> None:
         self._module = module

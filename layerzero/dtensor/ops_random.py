@@ -106,7 +106,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return draw_full(func, args, kwargs)
     settings = {name: caller_locals[name] for name in ("mean", "std", "a", "b", "generator")}
     result = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
-    return result.as_within_bounds()
+    return result.alias_without_redraw()
 
 
 def is_in_trunc_normal(caller: FrameType) -> bool:

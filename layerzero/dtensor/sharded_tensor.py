@@ -129,7 +129,7 @@ class RowShardedTensor(DTensor):
         return full
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """Copy `other` like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of `other`.
+        """Copy `other` into this tensor. If `other` is a full tensor, copy only this rank's rows.
 
         All ranks must call this method and pass the same values. See [Note: Copies from full tensors].
         """
@@ -184,13 +184,13 @@ class RowShardedTensor(DTensor):
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
         return sharded(rows, self._local_tensor.spec, MutationTracker())
 
-    def as_within_bounds(self) -> RowShardedTensor:
+    def alias_without_redraw(self) -> RowShardedTensor:
         """Return a detached alias for which ``lt`` and ``gt`` always return False without communication.
 
         ``nn.init.trunc_normal_`` therefore does not draw again. See [Note: Random numbers by global row] in
         ops_random.py.
         """
-        return _WithinBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return _NeverOutOfBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def detach(self) -> RowShardedTensor:
         return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -244,7 +244,7 @@ def _not_local_message(tensor: RowShardedTensor) -> str:
     )
 
 
-class _WithinBounds(RowShardedTensor):
+class _NeverOutOfBounds(RowShardedTensor):
     """Values that ``nn.init.trunc_normal_`` has drawn within its bounds; see [Note: Random numbers by global row]."""
 
     @classmethod

@@ -81,7 +81,7 @@ class GradientBuffer:
 
     def part(self, slot: int) -> Tensor:
         """Return a view ``[rows, *rest]`` of the rows of one slot, in the memory that stores them between passes."""
-        return self._parts_of(self.storage.resident_tensor())[slot]
+        return self._parts_of(self.storage.stored_tensor())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
         """Return a (slot, view) pair for each written slot. The caller must not modify the views."""

@@ -118,7 +118,7 @@ class OffloadedStorage(GradientStorage):
         return 0 if self._host is None else self._host.untyped_storage().nbytes()
 
     @property
-    def blocked(self) -> bool:
+    def is_blocked(self) -> bool:
         with self.guard:
             return self._unit_accumulators.slab is None and self._slabs.find_unleased_slab() is None
 
@@ -133,7 +133,7 @@ class OffloadedStorage(GradientStorage):
 
     def prefetch(self, *, keep: bool) -> None:
         with self.guard:
-            if not self.blocked:
+            if not self.is_blocked:
                 self._enter_slab(keep=keep)
 
     def close(self, *, keep: bool) -> None:

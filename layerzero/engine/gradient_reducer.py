@@ -1,9 +1,9 @@
 """Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
 Hop 1 reduces full gradients inside a ZeRO-3 group. Hop 2 reduces the sums of the groups (ZeRO-3 gradient shards) and
-usually crosses nodes. The mean is taken once, when the result of the last hop is added to the final gradient.
-reduction_spec.py decides the dtypes ([Note: Reduction stages]) and the exceptions, such as fp16 ([Note: Division of
-gradients]).
+usually crosses nodes. It sends `replica_reduce_dtype`, which is `reduce_dtype` by default, or messages of `hop2_codec`.
+The mean is taken once, when the result of the last hop is added to the final gradient. ReductionSpec in
+reduction_spec.py decides this and the exceptions ([Note: Dtype of full gradients], [Note: Division of gradients]).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class GradientStorage(ABC):
         return self._leases > 0
 
     @property
-    def blocked(self) -> bool:
+    def is_blocked(self) -> bool:
         """True if the storage cannot be opened until a collective that reads another storage has completed."""
         return False
 
@@ -131,7 +131,7 @@ class GradientStorage(ABC):
         If `keep` is False, the contents are unspecified.
         """
 
-    def resident_tensor(self) -> Tensor:
+    def stored_tensor(self) -> Tensor:
         """Return the memory that stores the contents between passes."""
         return self.open(keep=True)
 
@@ -270,14 +270,14 @@ class AliasedStorage(GradientStorage):
     def nbytes(self) -> int:
         return 0 if self._copy is None else self._copy.untyped_storage().nbytes()
 
-    def resident_tensor(self) -> Tensor:
+    def stored_tensor(self) -> Tensor:
         return self._around.open(keep=True)[self._part].view(self.dtype)
 
     def open(self, *, keep: bool) -> Tensor:
         if self.state is AliasState.IN_PLACE:
-            return self.resident_tensor()
+            return self.stored_tensor()
         if self._copy is None:
-            self._copy = torch.empty_like(self.resident_tensor())
+            self._copy = torch.empty_like(self.stored_tensor())
         self.state = AliasState.SET_ASIDE
         return self._copy
 
@@ -286,12 +286,12 @@ class AliasedStorage(GradientStorage):
             return
         self.state = AliasState.VACATED
         if keep:
-            self.open(keep=False).copy_(self.resident_tensor())
+            self.open(keep=False).copy_(self.stored_tensor())
 
     def restore(self, *, keep: bool) -> None:
         if keep and self.state is AliasState.SET_ASIDE:
             assert self._copy is not None
-            self.resident_tensor().copy_(self._copy)
+            self.stored_tensor().copy_(self._copy)
         self.state = AliasState.IN_PLACE
 
 
@@ -314,7 +314,7 @@ class HostStorage(GradientStorage):
     def host_bytes(self) -> int:
         return 0 if self._host is None else self._host.untyped_storage().nbytes()
 
-    def resident_tensor(self) -> Tensor:
+    def stored_tensor(self) -> Tensor:
         if self._host is None:
             self._host = self._transfers.host_buffer(self.numel, self.dtype)
         return self._host
@@ -323,9 +323,7 @@ class HostStorage(GradientStorage):
         if self._device is None:
             self._device = self._pool.acquire(self.numel, self.dtype)
             if keep:
-                fetched = self._transfers.copy(
-                    self._device, self.resident_tensor(), to_host=False, after=(self._stored,)
-                )
+                fetched = self._transfers.copy(self._device, self.stored_tensor(), to_host=False, after=(self._stored,))
                 self._transfers.wait(fetched)
         self._stream_uses.record_use()
         return self._device
@@ -336,7 +334,7 @@ class HostStorage(GradientStorage):
         device, self._device = self._device, None
         uses = self._stream_uses.record_events()
         if keep:
-            self._stored = self._transfers.copy(self.resident_tensor(), device, to_host=True, after=uses)
+            self._stored = self._transfers.copy(self.stored_tensor(), device, to_host=True, after=uses)
             self._transfers.wait(self._stored)  # the scratch buffer is reused only after the copy
         else:
             for mark in uses:

@@ -122,7 +122,7 @@ class HandleGradients:
 
     @property
     def replica_part_sizes(self) -> tuple[int, ...] | None:
-        """Number of elements that each replica receives in hop 2, or None if all parts are equal."""
+        """Numbers of elements that the replicas receive in hop 2, by replica, or None if they are equal."""
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     @cached_property
@@ -175,9 +175,10 @@ class HandleGradients:
     # Error feedback
 
     def take_residual(self) -> Tensor | None:
-        """Return the errors to add to the next encoded message, 1-D, bf16. Return None without error feedback.
+        """Return the errors to add to the gradients before they are encoded again, or None without error feedback.
 
-        Call this method only when the next message is created, because it changes the state of the errors.
+        The tensor is 1-D, bf16. Encoding overwrites it with the new errors. Call this method only when the next message
+        is created, because it changes the state of the errors.
         """
         encoded = self.encoded_parts_spec
         if encoded is None or not has_feedback(encoded.codec):
@@ -256,7 +257,9 @@ class HandleGradients:
     @property
     def is_blocked(self) -> bool:
         """True if the accumulator cannot be used until an in-flight collective has finished."""
-        return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
+        return self.reduction is not None or (
+            not self.accumulator.storage.lasting and self.accumulator.storage.is_blocked
+        )
 
     @property
     def incoming_is_blocked(self) -> bool:

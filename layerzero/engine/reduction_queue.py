@@ -81,7 +81,7 @@ class ReductionQueue:
         else:
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
-                    self.streams.keep_until_done(gradients.accumulator.storage.resident_tensor())
+                    self.streams.keep_until_done(gradients.accumulator.storage.stored_tensor())
         self._next = 0
         if self._unit_calls:
             self._expected_unit_calls, self._unit_calls = self._unit_calls, 0

@@ -1,8 +1,8 @@
-"""Predict the memory of a rank, except for its optimizer state, and its traffic, from the specs of its units.
+"""Predict the memory and traffic of a rank from the specs of its units.
 
-:func:`estimate_memory` adds weights, gradients and full buffers (full_buffers.py) to the scratch buffers, whose size
-callers pass (scratch_buffers.py). The optimizer state is not included: :func:`layerzero.memory` measures it, and
-planning/meta_sharding.py predicts it. planning/estimator.py adds all of them for :func:`layerzero.plan`.
+:func:`predicted_memory` adds weights, gradients, full buffers (full_buffers.py) and scratch buffers
+(scratch_buffers.py). :func:`optimizer_bytes` returns the size of the optimizer state. planning/estimator.py adds both
+for :func:`layerzero.plan`, with the activations. In a run, :func:`layerzero.memory` measures the optimizer state.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
+from layerzero.estimates.scratch_buffers import plan_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["MemoryEstimate", "device_bytes", "estimate_memory", "held_bytes", "predicted_traffic"]
+__all__ = [
+    "MemoryEstimate",
+    "device_bytes",
+    "estimate_memory",
+    "held_bytes",
+    "optimizer_bytes",
+    "predicted_memory",
+    "predicted_traffic",
+]
+
+_STEP = 4  # size of a step counter in bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,31 @@ class MemoryEstimate:
 
     kinds: dict[str, int]  # memory by kind, as in `layerzero.MemoryReport`
     peak: int  # maximum memory on the device at any time during a step
+
+
+def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
+    """Return the memory estimate of the rank for which `units` were planned."""
+    traits = units[0].traits
+    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, traits)
+    return estimate_memory(units, config, scratch=scratch.nbytes)
+
+
+def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
+    """Return the size in bytes of the optimizer state on one rank.
+
+    The state has `numbers` values per element, in the dtype of the masters, and one step counter per parameter.
+    """
+    total = 0
+    for unit in units:
+        grid = unit.traits.grid
+        for handle in unit.handles:
+            if handle.trainable:
+                own_range = grid.range_of(handle.layout, Extent.ZERO1)
+                sizes = [
+                    len(range(max(s.offset, own_range.start), min(s.end, own_range.stop))) for s in handle.layout.slots
+                ]
+                total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
+    return total
 
 
 def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:

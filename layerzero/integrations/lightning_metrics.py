@@ -24,7 +24,7 @@ class MetricsCallback(Callback):  # type: ignore[misc]
         self._logged = 0  # last logged step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
-        """Log the metrics if this batch completed an optimizer step that is a multiple of `log_every_n_steps`."""
+        """Log the metrics if the number of optimizer steps is now a multiple of `log_every_n_steps`."""
         step = trainer.global_step
         if step == self._logged or step % trainer.log_every_n_steps or not is_sharded(pl_module):
             return

@@ -19,7 +19,7 @@ Let D be the number of shards, W the longest row of a layout in elements, and
     n = sum over the slots of numel rounded up to a multiple of lcm(row, align).
 
 Every planned layout has  shard_numel <= floor(n / D) + max(W, floor(n / D) / 200)  (and at least 1 if all slots are
-empty). If each row is a multiple of `align`, as is usual, the rounding in n adds nothing. Three facts follow.
+empty). If each row is a multiple of `align`, as is usual, the rounding in n adds nothing. About this bound:
 
 - Padding beyond n is at most W or 0.5 % per shard, whichever is larger. This is at most 1 % if a shard is at least 100
   times as long as the longest row.
@@ -347,14 +347,14 @@ def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) ->
     return None
 
 
-class _PartialOrder(NamedTuple):
+class _PartialArrangement(NamedTuple):
     """Partial arrangement of slots, as a linked list: the slot placed last, and the arrangement before it."""
 
     gaps: int  # number of elements left empty between the slots placed so far
     end: int  # flat position after the last slot
     kind: int  # index of the last slot's kind
     offset: int  # offset of the last slot
-    before: "_PartialOrder | None"
+    before: "_PartialArrangement | None"
 
 
 def _pack_slots(
@@ -375,7 +375,7 @@ def _pack_slots(
         order = _best_order(kinds, shard, num_shards, align, width=min(widest, _WIDTH))
     if order is None:
         return None
-    backwards: list[_PartialOrder] = []
+    backwards: list[_PartialArrangement] = []
     while order.before is not None:
         backwards.append(order)
         order = order.before
@@ -383,7 +383,9 @@ def _pack_slots(
     return tuple(replace(next(waiting[step.kind]), offset=step.offset) for step in reversed(backwards))
 
 
-def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _PartialOrder | None:
+def _best_order(
+    kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int
+) -> _PartialArrangement | None:
     """Place the slots one by one in a beam search with the given `width`. Return the best order, or None if none fits.
 
     A partial arrangement affects the positions of later slots only through its end, and an earlier end is better.
@@ -392,9 +394,11 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
-    orders = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the numbers of slots of each kind that remain to be placed
+    orders = {
+        counts: _PartialArrangement(0, 0, -1, 0, None)
+    }  # by the numbers of slots of each kind that remain to be placed
     for _ in range(sum(counts)):
-        extended: dict[tuple[int, ...], _PartialOrder] = {}
+        extended: dict[tuple[int, ...], _PartialArrangement] = {}
         for left, order in orders.items():
             start = _round_up(order.end, align)
             for i, kind in enumerate(kinds):
@@ -407,7 +411,7 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
                 counts_after = (*left[:i], left[i] - 1, *left[i + 1 :])
                 current = extended.get(counts_after)
                 if gaps <= spare and (current is None or gaps < current.gaps):
-                    extended[counts_after] = _PartialOrder(gaps, offset + kind.numel, i, offset, order)
+                    extended[counts_after] = _PartialArrangement(gaps, offset + kind.numel, i, offset, order)
                 if width == 1 and offset == start:
                     break
         # A greedy search works best if it prefers the smallest gaps. A wider search may use all spare elements. It

@@ -68,7 +68,7 @@ def save(
     own_token = new_token()
     token = all_gather_object(groups, own_token)[0]
     first, partial = token == own_token, partial_path(folder, token)
-    _raise_file_errors_on_all_ranks("save", groups, _create_partial_folder(folder, partial) if first else None)
+    _raise_failure_on_all_ranks("save", groups, _create_partial_folder(folder, partial) if first else None)
     parts = [partial / _part_name(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
@@ -83,11 +83,9 @@ def save(
     except Exception as error:
         failure = error
     try:
-        _raise_file_errors_on_all_ranks("save", groups, failure)
+        _raise_failure_on_all_ranks("save", groups, failure)
         written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
-        _raise_file_errors_on_all_ranks(
-            "save", groups, _publish_parts(partial, folder, written, token) if first else None
-        )
+        _raise_failure_on_all_ranks("save", groups, _publish_parts(partial, folder, written, token) if first else None)
     except Exception:
         if first:
             remove(partial)  # safe: only this save has this token
@@ -119,7 +117,7 @@ def load(
             f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the layout "
             "of the save"
         )
-    _raise_file_errors_on_all_ranks("load", groups, failure)
+    _raise_failure_on_all_ranks("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
         for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
@@ -127,7 +125,7 @@ def load(
             prepared.append(prepare_load(part, chunk, inner, rank_local_names=rank_local_names))
     except Exception as error:
         failure = error
-    _raise_file_errors_on_all_ranks("load", groups, failure)
+    _raise_failure_on_all_ranks("load", groups, failure)
     result: Any = None
     try:
         for index, (prepared_load, rank_local_names) in enumerate(zip(prepared, experts, strict=True)):
@@ -135,7 +133,7 @@ def load(
             _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), rank_local_names)
     except Exception as error:
         failure = error
-    _raise_file_errors_on_all_ranks("load", groups, failure)
+    _raise_failure_on_all_ranks("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
@@ -149,7 +147,7 @@ def _expert_names(call: str, groups: ProcessGroups, model_chunks: Sequence[Shard
         names = [expert_names_of(chunk) for chunk in model_chunks]
     except Exception as error:
         failure = error
-    _raise_file_errors_on_all_ranks(call, groups, failure)
+    _raise_failure_on_all_ranks(call, groups, failure)
     return names
 
 
@@ -226,7 +224,7 @@ def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -
     return None
 
 
-def _raise_file_errors_on_all_ranks(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+def _raise_failure_on_all_ranks(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
     """Call :func:`raise_on_all_ranks`, but raise errors about files and paths as the same type on all ranks."""
     try:
         raise_on_all_ranks(f"layerzero.megatron.{call}", groups, failure)

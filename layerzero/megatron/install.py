@@ -31,7 +31,7 @@ from layerzero.megatron.default_units import add_named_modules, default_units, m
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import all_gather_object
 from layerzero.megatron.versions import SUPPORTED, supported_release
-from layerzero.megatron.weights import params_norm, replicas_agree
+from layerzero.megatron.weight_checks import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap
 
 __all__ = ["install"]

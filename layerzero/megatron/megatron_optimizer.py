@@ -16,7 +16,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse_nonfinite
 from layerzero.megatron.param_groups import Condition, param_groups
-from layerzero.megatron.weights import is_counted
+from layerzero.megatron.weight_checks import is_counted
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd

@@ -89,7 +89,7 @@ def wrap(
     if groups is None:
         assert zero3_size is not None
         groups = process_groups(zero3_size)
-    _refuse_fusion(config, groups.zero3.size(), accumulation, settings)
+    _check_fusion_settings(config, groups.zero3.size(), accumulation, settings)
     mesh = _meshes(groups)
     chunks = []
     for module in modules:
@@ -257,7 +257,9 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
             )
 
 
-def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, settings: Mapping[str, Any]) -> None:
+def _check_fusion_settings(
+    config: Any, zero3_size: int, accumulation: Accumulation, settings: Mapping[str, Any]
+) -> None:
     if not getattr(config, "gradient_accumulation_fusion", False):
         return
     if not callable(accumulation) and not accumulates_full_gradients(accumulation, zero3_size):

@@ -98,7 +98,7 @@ def kinds_that_need_full_params(
     if reason := _reason_for_class(optimizer, _IMPOSSIBLE):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     require_supported_apex(optimizer)
-    _require_reachable(optimizer, name)
+    _refuse_closure_or_wrapper(optimizer, name)
     of_apex = apex_needs_full_params(optimizer)
     if of_apex and elementwise:
         raise ValueError(
@@ -154,7 +154,7 @@ def _reason_for_class(optimizer: Optimizer, reasons: dict[str, str]) -> str | No
     return next((reasons[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in reasons), None)
 
 
-def _require_reachable(optimizer: Optimizer, name: str) -> None:
+def _refuse_closure_or_wrapper(optimizer: Optimizer, name: str) -> None:
     closure = inspect.signature(unwrap_step(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

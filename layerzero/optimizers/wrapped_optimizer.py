@@ -35,9 +35,10 @@ _OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both op
 
 
 class StepCounter:
-    """Counter of ``"taken"`` and ``"skipped"`` steps. A step counts as skipped if gradients are zeroed without a step.
+    """Counter of ``"taken"`` and ``"skipped"`` steps.
 
-    Skipped steps must be inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
+    A step counts as skipped if new gradients are zeroed before ``step()`` has used them. Skipped steps must be
+    inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
     """
 
     def __init__(self, counter: Counter[str]) -> None:

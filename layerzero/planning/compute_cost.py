@@ -55,7 +55,9 @@ class ComputeCost:
             plan.name: block_flops * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans
         }
         head = next((plan.name for plan in plans if any(name == "head" for name in plan.modules.values())), "")
-        forward = {name: flops + sizes.root_flops() * (name == head) for name, flops in recomputed.items()}
+        forward = {
+            name: flops + sizes.head_forward_flops_per_token() * (name == head) for name, flops in recomputed.items()
+        }
         # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
         block_bytes, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + block_bytes if recompute else sizes.layers * block_bytes
@@ -92,8 +94,8 @@ class ComputeCost:
     def backward_flops(self, unit: str) -> float:
         """Return the number of FLOPs in a unit's backward pass.
 
-        These are the FLOPs of the forward pass once for the gradients of its inputs, once for those of its trained
-        matrices, and once more for recomputation.
+        The gradients of inputs take as many FLOPs as the forward pass, and the gradients of trained matrices as many as
+        the forward pass of these matrices. With recomputation, the forward pass of blocks is added.
         """
         recomputed = self.again.get(unit, 0.0) if self.recompute else 0.0
         return 2 * self.flops(unit) + self.tokens * (recomputed - self.frozen.get(unit, 0.0))

@@ -16,11 +16,11 @@ from layerzero.comm.codecs import ParamRows
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
-from layerzero.estimates.memory_estimate import device_bytes
+from layerzero.estimates.memory_estimate import device_bytes, optimizer_bytes, predicted_memory
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
+from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, StartReduction, collectives_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
@@ -88,7 +88,7 @@ class Candidate:
         return " ".join(filter(None, (mode, DTYPE_TEXTS[self.accumulation_dtype])))
 
     @property
-    def num_low_precision(self) -> int:
+    def num_low_precision_dtypes(self) -> int:
         """Number of places in which gradients have a dtype other than fp32: hop 1, hop 2 and accumulators."""
         hop2 = None if self.hop2_codec is not None else self.replica_reduce_dtype or self.reduce_dtype
         dtypes = (self.reduce_dtype, hop2, self.accumulation_dtype)
@@ -218,7 +218,7 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
-    ("the fewest low-precision gradient dtypes", lambda row: row.choice.num_low_precision),
+    ("the fewest low-precision gradient dtypes", lambda row: row.choice.num_low_precision_dtypes),
     ("weights sharded within a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
     (
         "gradients sent between nodes only once per step",

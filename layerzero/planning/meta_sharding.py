@@ -1,11 +1,10 @@
 """Shard a model on the meta device, with the same units and padding as :func:`layerzero.shard_model`.
 
-This module also predicts the memory of a rank, including its optimizer state. No processes are needed.
+No processes are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -15,16 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.comm.transport.selection import process_group_traits
 from layerzero.config import LayerZeroConfig
-from layerzero.estimates.memory_estimate import MemoryEstimate, estimate_memory
-from layerzero.estimates.scratch_buffers import plan_scratch
 from layerzero.estimates.specs import RankTraits, UnitSpec
-from layerzero.layout.shard_grid import Extent, ShardGrid
+from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
-__all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "traits_of"]
-
-_STEP = 4  # size of a step counter in bytes
+__all__ = ["MetaSharding", "traits_of"]
 
 
 class _MetaMesh:
@@ -73,28 +68,3 @@ class MetaSharding:
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
             specs.append(UnitSpec(plan.name, tuple(handles), where, reshards))
         return specs
-
-
-def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
-    """Return the memory estimate of the rank for which `units` were planned."""
-    traits = units[0].traits
-    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, traits)
-    return estimate_memory(units, config, scratch=scratch.nbytes)
-
-
-def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
-    """Return the size in bytes of the optimizer state on one rank.
-
-    The state has `numbers` values per element, in the dtype of the masters, and one step counter per parameter.
-    """
-    total = 0
-    for unit in units:
-        grid = unit.traits.grid
-        for handle in unit.handles:
-            if handle.trainable:
-                own_range = grid.range_of(handle.layout, Extent.ZERO1)
-                sizes = [
-                    len(range(max(s.offset, own_range.start), min(s.end, own_range.stop))) for s in handle.layout.slots
-                ]
-                total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
-    return total

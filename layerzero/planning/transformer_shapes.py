@@ -111,7 +111,7 @@ class TransformerShape:
             2.0 * (projections + active_experts * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
         )
 
-    def root_flops(self) -> float:
+    def head_forward_flops_per_token(self) -> float:
         """Return the FLOPs per token in the forward pass of the head."""
         return 2.0 * self.vocab * self.hidden
 

@@ -113,7 +113,7 @@ def guard_corruption(
     return CorruptionGuard(lz_state, optimizers, every, on_found == "raise")
 
 
-class _TensorSnapshot(NamedTuple):
+class _TensorRecord(NamedTuple):
     """State of a tensor to which no code should write before the next check."""
 
     address: int
@@ -122,7 +122,7 @@ class _TensorSnapshot(NamedTuple):
     sum: Tensor  # 0-dim int64
 
 
-def _gradient_snapshot(gradient: Tensor) -> _TensorSnapshot:
+def _gradient_record(gradient: Tensor) -> _TensorRecord:
     """Return the state of a final gradient.
 
     The version is always 0, because the mutation tracker of a gradient counts all writes.
@@ -130,7 +130,7 @@ def _gradient_snapshot(gradient: Tensor) -> _TensorSnapshot:
     local = gradient._local_tensor if isinstance(gradient, DTensor) else None
     write_count = local.tracker.write_count if isinstance(local, LocalShard) and local.tracker is not None else 0
     tensor = plain(gradient)
-    return _TensorSnapshot(tensor.data_ptr(), 0, write_count, sum64(tensor))
+    return _TensorRecord(tensor.data_ptr(), 0, write_count, sum64(tensor))
 
 
 def _register_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -160,7 +160,7 @@ class CorruptionGuard:
         self._every = every
         self._raises = raises
         self._steps = 0
-        self._recorded: dict[tuple[str, str], _TensorSnapshot] = {}  # by kind and parameter
+        self._recorded: dict[tuple[str, str], _TensorRecord] = {}  # by kind and parameter
         self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
         self._recomputed: set[tuple[str, tuple[int, ...], str]] = set()  # values recomputed for the repeated step
         self._handle_of = {member.name: handle for handle in lz_state.handles for member in handle.members}
@@ -224,7 +224,7 @@ class CorruptionGuard:
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def record_gradient(parameter: Tensor) -> None:
             if self._is_due and parameter.grad is not None:
-                self._recorded["gradient", name] = _gradient_snapshot(parameter.grad)
+                self._recorded["gradient", name] = _gradient_record(parameter.grad)
 
         return record_gradient
 
@@ -273,7 +273,7 @@ class CorruptionGuard:
         if self._is_due:
             self._hook_new_parameters()
             for (kind, name), tensor in self._tensors():
-                self._recorded[kind, name] = self._snapshot(tensor, name)
+                self._recorded[kind, name] = self._record(tensor, name)
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ``((kind, parameter name), tensor)`` for this rank's masters and optimizer state."""
@@ -287,10 +287,10 @@ class CorruptionGuard:
                     if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
                         yield (f"optimizer state {key!r}", name), value
 
-    def _snapshot(self, tensor: Tensor, name: str) -> _TensorSnapshot:
+    def _record(self, tensor: Tensor, name: str) -> _TensorRecord:
         handle = self._handle_of.get(name)
         write_count = 0 if handle is None else handle.tracker.write_count
-        return _TensorSnapshot(tensor.data_ptr(), tensor._version, write_count, sum64(tensor))
+        return _TensorRecord(tensor.data_ptr(), tensor._version, write_count, sum64(tensor))
 
     def _compare_recorded(self) -> dict[tuple[str, str], bool]:
         """Return whether the bits of each recorded tensor are unchanged, by kind and parameter name.
@@ -298,10 +298,10 @@ class CorruptionGuard:
         Tensors to which code has written since they were recorded are omitted.
         """
         recorded = self._recorded
-        current = {key: self._snapshot(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
+        current = {key: self._record(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
         for key in recorded:
             if key[0] == "gradient" and (gradient := self._final_gradient(key[1])) is not None:
-                current[key] = _gradient_snapshot(gradient)
+                current[key] = _gradient_record(gradient)
         unwritten = [key for key, bits in current.items() if bits[:3] == recorded[key][:3]]
         if not unwritten:
             return {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.handle import Handle
-from layerzero.utils.nonfinite import few_names, max_magnitudes
+from layerzero.utils.nonfinite import format_first_names, max_magnitudes
 
 __all__ = ["LocalGradientCheck", "nonfinite_text"]
 
@@ -77,7 +77,7 @@ def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None
 
 
 def _format_names(handle: Handle, names: list[str]) -> str:
-    return f"{few_names(names)} ({handle.name})"
+    return f"{format_first_names(names)} ({handle.name})"
 
 
 def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
@@ -89,5 +89,5 @@ def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
     """
     if own:
         return "; ".join(own)
-    names = few_names(list(dict.fromkeys(final)))
+    names = format_first_names(list(dict.fromkeys(final)))
     return f"{names}, where every rank's own gradient is finite, but their sum overflowed"

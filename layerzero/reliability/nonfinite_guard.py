@@ -19,7 +19,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
-from layerzero.utils.nonfinite import any_not_finite, few_names, nonfinite_names
+from layerzero.utils.nonfinite import any_not_finite, format_first_names, nonfinite_names
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
 
@@ -191,7 +191,7 @@ class StepGuard:
         if not final:
             self.found = "in another part of the model, on ranks of extra_groups"
         elif self._own is None or self._model_ranks.size == 1:
-            self.found = few_names(final)
+            self.found = format_first_names(final)
         else:
             self.found = nonfinite_text(messages, final)
         if self._own is not None:

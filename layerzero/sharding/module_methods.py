@@ -193,7 +193,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Returns:
         If `async_op` is True, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
     """
-    lz_state, unit = _unit_of(module)
+    lz_state, unit = _state_and_unit_of(module)
     lz_state.scheduler.unshard(unit)
     handle = UnshardHandle(lz_state, unit)
     if async_op:
@@ -210,7 +210,7 @@ def reshard(module: nn.Module) -> None:
     Raises:
         RuntimeError: the unit is in its forward, in its backward or inside :func:`gathered`.
     """
-    lz_state, unit = _unit_of(module)
+    lz_state, unit = _state_and_unit_of(module)
     lz_state.scheduler.reshard(unit)
 
 
@@ -261,7 +261,7 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
     Raises:
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
     """
-    lz_state, unit = _unit_of(module)
+    lz_state, unit = _state_and_unit_of(module)
     lz_state.scheduler.prefetched_forward[unit] = _units_to_prefetch(lz_state, unit, modules, "forward")
     lz_state.scheduler.apply_unit_settings()
 
@@ -272,7 +272,7 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     See :func:`set_modules_to_forward_prefetch`. Prefetched units that the backward does not reach are freed when the
     backward ends.
     """
-    lz_state, unit = _unit_of(module)
+    lz_state, unit = _state_and_unit_of(module)
     lz_state.scheduler.prefetched_backward[unit] = _units_to_prefetch(lz_state, unit, modules, "backward")
     lz_state.scheduler.apply_unit_settings()
 
@@ -285,7 +285,7 @@ def _units_to_prefetch(
         raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
     units = []
     for module in modules:
-        other_state, other_unit = _unit_of(module)
+        other_state, other_unit = _state_and_unit_of(module)
         if other_state is not lz_state or other_unit.mesh_info is not unit.mesh_info:
             raise ValueError(
                 f"{method}: {other_unit.label} belongs to a different "
@@ -296,7 +296,7 @@ def _units_to_prefetch(
     return units
 
 
-def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
+def _state_and_unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
     before, _ = forward_hooks(module)
@@ -305,7 +305,7 @@ def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
     """Return the unit that `module` belongs to and, if `recurse` is True, the units inside that unit."""
-    lz_state, unit = _unit_of(module)
+    lz_state, unit = _state_and_unit_of(module)
     inside = set(module.modules()) if recurse else set()
     return lz_state, [each for each in lz_state.units if each is unit or not inside.isdisjoint(each.modules)]
 

@@ -24,11 +24,11 @@ def guard_optimizers(lz_state: LayerZeroState) -> None:
     the model no longer uses.
     """
     _ALL_STATES.add(lz_state)
-    _guard_process()
+    _register_step_hook_once()
 
 
 @functools.cache
-def _guard_process() -> None:
+def _register_step_hook_once() -> None:
     # One permanent hook serves all models in the process. A hook per model could be removed, when its model is garbage
     # collected, while torch iterates over its hooks.
     register_optimizer_step_pre_hook(_refuse_unsharded_step)

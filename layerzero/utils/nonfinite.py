@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["any_not_finite", "few_names", "max_magnitudes", "nonfinite_names"]
+__all__ = ["any_not_finite", "format_first_names", "max_magnitudes", "nonfinite_names"]
 
 _SHOWN = 3  # maximum number of names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,6 +63,6 @@ def max_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.maximum(largest, -least) for least, largest in pairs]
 
 
-def few_names(names: list[str]) -> str:
+def format_first_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more

@@ -81,7 +81,7 @@ class TrainingTask:
         return self.batch_fn(index, rank)
 
     def forward_backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
-        """Run the forward and backward passes of one micro-batch. Its indices seed the random number generators.
+        """Run the forward and backward passes of one micro-batch. Its step, index and rank determine the random seed.
 
         Returns:
             The loss. The gradients are those of the loss divided by the number of micro-batches.
@@ -141,7 +141,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         rank: index of this rank. The buffers of its model are recorded together with the weights. Only rank 0 records
             each step.
     """
-    _require_repeatable(task)
+    _require_repeatable_batches(task)
     models = _models_of_ranks(task, world_size, device)
     parameters = dict(models[0].named_parameters())
     masters = {name: _create_master(parameter) for name, parameter in parameters.items()}
@@ -204,7 +204,7 @@ def train_sharded(
         )
 
 
-def _require_repeatable(task: TrainingTask) -> None:
+def _require_repeatable_batches(task: TrainingTask) -> None:
     first, second = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
     if len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError(

@@ -89,10 +89,10 @@ def test_a_busy_accumulator_keeps_its_slab() -> None:
     for each in (first, second):
         each.open(keep=False).fill_(1)
         leases.append(each.lease())
-    assert third.blocked and not first.blocked
+    assert third.is_blocked and not first.is_blocked
     third.prefetch(keep=False)  # nothing happens
     leases[1].end()
-    assert not third.blocked
+    assert not third.is_blocked
     third.open(keep=False)
     assert first.open(keep=True).eq(1).all()
 

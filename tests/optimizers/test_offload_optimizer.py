@@ -129,7 +129,7 @@ def _where(rank: int) -> None:
         assert transfers.stores == transfers.fetches == len(handles), "a gradient down, fresh rows up, once a step"
         for handle in handles:
             assert handle.weights.master.data_ptr() in transfers._host
-            assert handle.gradients.final.storage.resident_tensor().data_ptr() in transfers._host
+            assert handle.gradients.final.storage.stored_tensor().data_ptr() in transfers._host
     for parameter in model.parameters():
         owned = {parameter.to_local().data_ptr()} - {0}
         assert optimizer.state[parameter]["exp_avg"].device == parameter.device and len(owned) <= 1

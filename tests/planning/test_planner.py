@@ -21,9 +21,10 @@ from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.estimates.memory_estimate import optimizer_bytes, predicted_memory
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
 from layerzero.planning.estimator import _CRITERIA, StepCost, selection_reason, simplest_fast_row
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
+from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.plan_report import (
     COLUMNS_TEXT,
     call_text,
@@ -947,7 +948,10 @@ def test_blocks_compute_in_whatever_unit_they_are_and_only_they_compute_again() 
     cluster = Cluster(nodes=2, accelerators=2)
     sizes = TransformerShape(layers=4, hidden=64, vocab=512, heads=2)
     tokens = 128
-    blocks, head = 4 * tokens * sizes.block_forward_flops_per_token(tokens), tokens * sizes.root_flops()
+    blocks, head = (
+        4 * tokens * sizes.block_forward_flops_per_token(tokens),
+        tokens * sizes.head_forward_flops_per_token(),
+    )
     speed = cluster.tflops * 1e12
     for units in ([TransformerBlock], _paired, lambda name, module: False):
         for again in (True, False):
