@@ -79,7 +79,7 @@ class UserTask(Task):
         return self.device
 
     def build(self) -> nn.Module:
-        return self.training.build()
+        return self.training.build_model()
 
     def is_unit(self, name: str, module: nn.Module) -> bool:
         return bool(name) and not self.units.isdisjoint((name, type(module).__name__))
@@ -378,7 +378,7 @@ def _task(args: argparse.Namespace, *, is_rank: bool) -> UserTask:
         raise ValueError(f"--device {device}: torch finds no such device. Use {default_device_type()}")
     param_dtype = dtype_named("--param-dtype", args.param_dtype) if args.param_dtype else None
     training = _training(args)
-    model = training.build()
+    model = training.build_model()
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32:
             raise ValueError(

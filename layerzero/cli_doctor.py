@@ -1,4 +1,4 @@
-"""Command ``doctor``. Only ``layerzero.cli`` imports this module, which requires typer."""
+"""Define the command ``doctor``. Only ``layerzero.cli`` imports this module, which requires typer."""
 
 from __future__ import annotations
 

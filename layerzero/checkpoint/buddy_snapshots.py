@@ -42,7 +42,7 @@ from layerzero.checkpoint.collect_state import CollectedState, collect, require_
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
-from layerzero.checkpoint.loading import prepare_from
+from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
@@ -338,7 +338,9 @@ class Buddies:
             try:
                 gather_view(self._comm, self.folder, token, view)
                 description = f"snapshot {token} in {self.folder}"
-                extra = prepare_from(open_snapshot, description, self._model, self._optimizer, strict=strict).commit()
+                extra = prepare_load_from(
+                    open_snapshot, description, self._model, self._optimizer, strict=strict
+                ).commit()
             except (RankLostError, UnsupportedFormatError):
                 raise
             except CheckpointError as error:

@@ -20,7 +20,7 @@ from layerzero.checkpoint.atomic_files import Manifest
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
 from layerzero.checkpoint.json_codec import Decoder, Encoder
-from layerzero.checkpoint.loading import Source, prepare_from
+from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.rank_agreement import RankLostError, convert_dcp_exception
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
@@ -80,7 +80,7 @@ def load_dcp(
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
         return _DcpSource(CheckpointContents({}, document, tensors), names, source, os.fspath(path), lz_state)
 
-    prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
+    prepare_load_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
 
 
 class _DcpSource:

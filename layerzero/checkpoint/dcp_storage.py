@@ -58,7 +58,7 @@ __all__ = [
     "CheckpointContents",
     "SafetensorsReader",
     "SafetensorsWriter",
-    "check_entry",
+    "check_stored_tensor",
     "iter_pieces",
     "open_safetensors",
 ]
@@ -315,7 +315,7 @@ class SafetensorsReader(StorageReader):
             with open_safetensors(path) as tensors:
                 names = set(tensors.keys())
                 for key, sizes, item in items:
-                    check_entry(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
+                    check_stored_tensor(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_read_region(tensors, key, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
@@ -346,7 +346,7 @@ def open_safetensors(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def check_entry(
+def check_stored_tensor(
     path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
     """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes.

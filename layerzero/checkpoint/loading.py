@@ -32,7 +32,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
+__all__ = ["PreparedLoad", "Source", "load", "prepare_load", "prepare_load_from"]
 
 _LOG = logging.getLogger("layerzero")
 _OTHER_MODEL = "Use a separate folder for each model"
@@ -98,7 +98,7 @@ def prepare_load(
     def open_source(lz_state: LayerZeroState) -> Source:
         return CheckpointFiles(Manifest.read(path))
 
-    return prepare_from(
+    return prepare_load_from(
         open_source, os.fspath(path), model, optimizer, strict=strict, rank_local_names=rank_local_names
     )
 
@@ -126,7 +126,7 @@ class Source(Protocol):
         """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`."""
 
 
-def prepare_from(
+def prepare_load_from(
     open_source: Callable[[LayerZeroState], Source],
     path: str,
     model: nn.Module,

@@ -18,7 +18,7 @@ from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, iter_pieces, open_safetensors
 from layerzero.checkpoint.json_codec import DTYPES
-from layerzero.checkpoint.loading import prepare_from
+from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
 from layerzero.dtensor.local_shard import LocalShard, plain
@@ -66,7 +66,7 @@ def load_safetensors(
     description = ", ".join(
         os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)
     )
-    prepare_from(
+    prepare_load_from(
         lambda _: _FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
     ).commit()
 

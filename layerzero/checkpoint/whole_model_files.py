@@ -25,7 +25,7 @@ from layerzero.checkpoint.atomic_files import (
     remove,
 )
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, iter_pieces, open_safetensors
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_stored_tensor, iter_pieces, open_safetensors
 from layerzero.checkpoint.json_codec import DTYPES, references
 from layerzero.checkpoint.pretrained_weights import find_safetensors
 from layerzero.checkpoint.run_folder import next_sequence
@@ -122,7 +122,9 @@ def export_model(
         names = {file: set(tensors.keys()) for file, tensors in files.items()}
         for key in keys.values():
             for name, _, sizes in contents.tensors[key].chunks:
-                check_entry(manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype)
+                check_stored_tensor(
+                    manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype
+                )
         content = (
             _iter_full_tensor(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order
         )

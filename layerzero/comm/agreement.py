@@ -216,19 +216,19 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
     if len({entry["subject"] for entry in entries.values()}) > 1:
         operations = {rank: ": ".join(filter(None, (e["subject"], e["detail"]))) for rank, e in entries.items()}
-        return _OTHER_OPERATION + format_values(_group_ranks(operations))
+        return _OTHER_OPERATION + format_values(_ranks_by_value(operations))
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
         for name in sorted({name for each in fields.values() for name in each}):
-            values = _group_ranks({rank: each.get(name) for rank, each in fields.items()})
+            values = _ranks_by_value({rank: each.get(name) for rank, each in fields.items()})
             if len(values) > 1:
                 lines.append(f"{name} is {format_values(values)}")
     listed = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(listed)
 
 
-def _group_ranks(values: Mapping[int, object]) -> dict[str, list[int]]:
+def _ranks_by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks_of["absent" if value is None else json.dumps(value)].append(rank)

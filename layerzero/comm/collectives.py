@@ -339,9 +339,10 @@ class PendingCollective:
             self.launched.communicator.counters.waited[self.launched.collective.value] += time.perf_counter() - began
 
     def make_stream_wait(self) -> None:
-        """Make the current stream of a device wait. The stream that uses the result must still call :meth:`wait`.
+        """Make the current stream wait for the collective.
 
-        The caller must keep the tensors of the collective, because this object may release them.
+        Call :meth:`wait`, too, with the stream that uses the result as the current stream. Until then, the caller must
+        keep references to the tensors of the collective, because this object may release its own.
         """
         for work in self.each:
             work.wait()

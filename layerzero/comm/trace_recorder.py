@@ -28,14 +28,14 @@ from torch.autograd import profiler
 from layerzero.device.accelerator import Clock
 from layerzero.device.streams import StreamThread
 
-__all__ = ["CollectiveTrace", "TraceDispatcher", "TraceMark", "TraceRecorder"]
+__all__ = ["CollectiveTrace", "TraceDispatcher", "TraceRecorder", "TraceSpan"]
 
 _QUIET: AbstractContextManager[None] = nullcontext()
 _NAP = 2e-4  # seconds
 
 
 @dataclass(frozen=True)
-class TraceMark:
+class TraceSpan:
     """Operation that a host thread ran between the times `began` and `ended` of the recorder's clock."""
 
     kind: str  # "launch", "wait", "add", "begin" or "end"
@@ -48,21 +48,21 @@ class TraceMark:
 
 
 class TraceRecorder:
-    """Recorder of the marks of one trace, in the order in which the recorded operations ended."""
+    """Recorder of the spans of one trace, in the order in which the recorded operations ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.marks: list[TraceMark] = []
+        self.spans: list[TraceSpan] = []
         self.flying: list[CollectiveTrace] = []  # collectives whose completion a thread of the backend reports
 
-    def mark(self, kind: str, name: str, began: Any, *, trace: CollectiveTrace) -> None:
+    def record_span(self, kind: str, name: str, began: Any, *, trace: CollectiveTrace) -> None:
         """Record an operation that began at `began` and ends now.
 
         Args:
             trace: collective to which the operation belongs.
         """
         in_background = isinstance(threading.current_thread(), StreamThread)
-        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=trace, in_background=in_background))
+        self.spans.append(TraceSpan(kind, name, began, self.clock.now(), trace=trace, in_background=in_background))
 
     def drain(self, seconds: float = math.inf) -> None:
         """Wait, for at most `seconds`, until the threads of the backend have reported all completions.
@@ -123,7 +123,7 @@ class CollectiveTrace:
     def record_background_wait(self, began: Any) -> None:
         """Record that the calling thread has waited since `began` for the thread that handles this collective."""
         if self._recorder is not None:
-            self._recorder.mark("wait", self.name, began, trace=self)
+            self._recorder.record_span("wait", self.name, began, trace=self)
 
     def record_completions(self, works: Sequence[Any]) -> None:
         """Record the completion times of `works`, if the clock and the backend support this."""
@@ -148,7 +148,7 @@ class CollectiveTrace:
                 yield
         finally:
             if recorder is not None:
-                recorder.mark(kind, self.name, began, trace=self)
+                recorder.record_span(kind, self.name, began, trace=self)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class TraceDispatcher:
     def _append_mark(self, kind: str, phase: str, name: str) -> None:
         if self.recorder is not None:
             now = self.recorder.clock.now()
-            self.recorder.marks.append(TraceMark(kind, name, now, now, phase=phase))
+            self.recorder.spans.append(TraceSpan(kind, name, now, now, phase=phase))
 
 
 def _profiler_range(name: str) -> AbstractContextManager[Any]:

@@ -213,7 +213,7 @@ def _set_output(name: str, value: Any, settings: dict[str, Any], policy: dict[st
     policy["output_dtype"] = torch.float32 if _bool(name, value) else None
 
 
-def _refuse_path(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+def _refuse_checkpoint_path(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if value is not None:
         raise ValueError(
             f"{name} is {value!r}, but settings cannot load a checkpoint. Leave it out, and call "
@@ -272,7 +272,7 @@ _TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], No
     "reduce_dtype": _set_dtype,
     "autocast_input": _set_cast,
     "autocast_output": _set_output,
-    "ckpt_load_path": _refuse_path,
+    "ckpt_load_path": _refuse_checkpoint_path,
     "param_init_fn": _refuse_init,
     "limit_all_gathers": _check_limit_all_gathers,
     "backward_reduce_scatter": _refuse_late_reduction,

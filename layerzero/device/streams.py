@@ -394,7 +394,7 @@ class DeviceStream(Stream):
         self.run(awaited.wait)
 
     def wait_current(self) -> None:
-        """Make operations that are enqueued later wait for the work so far on the current stream."""
+        """Make later operations on this stream wait for all work that was enqueued on the current stream."""
         self._stream.wait_stream(self._module.current_stream())
 
     def record_event(self, waiting: Waiting = nullcontext) -> _DeviceEvents:

@@ -110,7 +110,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Compare versions and environment variables of all ranks."""
     findings = []
     for name in dict.fromkeys(name for report in reports.values() for name in report.facts):
-        ranks_of = _group_ranks({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
+        ranks_of = _ranks_by_value({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
             values = " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_of.items())
@@ -119,7 +119,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
     return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
 
 
-def _group_ranks(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+def _ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     ranks_of = defaultdict(list)
     for rank, value in sorted(values.items()):
         ranks_of[value].append(rank)
@@ -128,7 +128,7 @@ def _group_ranks(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 def node_size(reports: Mapping[int, RankReport]) -> int | None:
     """Return the number of ranks on each node, or None if nodes differ or their ranks are not consecutive."""
-    nodes = list(_group_ranks({rank: report.host for rank, report in reports.items()}).values())
+    nodes = list(_ranks_by_value({rank: report.host for rank, report in reports.items()}).values())
     size = len(nodes[0])
     is_regular = all(len(ranks) == size and ranks[-1] - ranks[0] == size - 1 for ranks in nodes)
     return size if is_regular else None
@@ -136,11 +136,11 @@ def node_size(reports: Mapping[int, RankReport]) -> int | None:
 
 def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Check which ranks run on which node, and compare this with LOCAL_WORLD_SIZE and with the devices."""
-    nodes = _group_ranks({rank: report.host for rank, report in reports.items()})
+    nodes = _ranks_by_value({rank: report.host for rank, report in reports.items()})
     placements = [f"{format_ranks(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
     placements += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
     findings = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(placements)}")]
-    sizes = _group_ranks({rank: report.local_world_size for rank, report in reports.items()})
+    sizes = _ranks_by_value({rank: report.local_world_size for rank, report in reports.items()})
     if len(sizes) > 1:
         sizes_text = " and ".join(f"{size or 'not set'} on {format_ranks(ranks)}" for size, ranks in sizes.items())
         fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
@@ -156,7 +156,7 @@ def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
             names = format_ranks(ranks)
             text = f"{name} has {names}, but weights are sharded over consecutive ranks, so gathers cross nodes"
             findings.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
-        devices = _group_ranks({rank: reports[rank].device for rank in ranks if reports[rank].device})
+        devices = _ranks_by_value({rank: reports[rank].device for rank in ranks if reports[rank].device})
         for shared in (sharing for sharing in devices.values() if len(sharing) > 1):
             text = f"{format_ranks(shared)} use the same device of {name}"
             fix = "Start one rank per device, and call torch.accelerator.set_device_index(LOCAL_RANK)"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from layerzero.doctor.findings import Finding
 
-__all__ = ["check_script", "mistakes"]
+__all__ = ["check_script", "find_mistakes"]
 
 _GROUP = "script"
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"}
@@ -51,11 +51,11 @@ def check_script(path: Path) -> list[Finding]:
     except (OSError, SyntaxError, ValueError) as error:
         text = f"{path} cannot be read: {error}"
         return [Finding(_GROUP, "problem", text, "Pass the path of a Python program")]
-    findings = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in mistakes(tree)]
+    findings = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in find_mistakes(tree)]
     return findings or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that this command looks for")]
 
 
-def mistakes(tree: ast.Module) -> list[Mistake]:
+def find_mistakes(tree: ast.Module) -> list[Mistake]:
     """Return the mistakes in a program, by line. See [Note: Certain mistakes only]."""
     names = _imported_names(tree)
     called = {_full_name(call.func, names) for call in ast.walk(tree) if isinstance(call, ast.Call)}
@@ -178,7 +178,10 @@ def _wrapper(node: ast.expr | None, names: dict[str, str]) -> str:
 
 
 def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:
-    """Yield copies of a sharded model, loads with ``assign=True`` and, if `saves` is True, calls to ``torch.save``."""
+    """Yield a mistake for each call that copies the sharded model `name` or loads it with ``assign=True``.
+
+    If `saves` is True, also yield one for each ``torch.save`` of its state dict.
+    """
     for call in (call for statement in following for call in _calls(statement)):
         full = _full_name(call.func, names)
         values = [
@@ -208,7 +211,10 @@ def _literal_values(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _steps_of_wrapped_optimizers(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield steps of an optimizer after ``shard_optimizer`` wrapped it, and results of this call that are discarded."""
+    """Yield a mistake for each step of an optimizer that ``shard_optimizer`` has wrapped before.
+
+    Also yield one for each call to ``shard_optimizer`` whose result is discarded.
+    """
     of_torch: set[str] = set()  # variables with an optimizer of torch, whose step always runs the hook that refuses it
     for index, statement in enumerate(block):
         call = _only_call(statement)
@@ -231,7 +237,10 @@ def _steps_of_wrapped_optimizers(block: Sequence[ast.stmt], names: dict[str, str
 def _unsharded_optimizers(
     name: str, following: Sequence[ast.stmt], tree: ast.Module, names: dict[str, str]
 ) -> Iterator[Mistake]:
-    """Yield optimizers that step a sharded model's parameters in a program that never calls ``shard_optimizer``."""
+    """Yield a mistake for each optimizer that steps parameters of the sharded model `name`.
+
+    Call this function only if the program never calls ``shard_optimizer``.
+    """
     for index, statement in enumerate(following):
         call = _only_call(statement)
         if call is None or not _full_name(call.func, names).startswith("torch.optim."):

@@ -1,7 +1,8 @@
 """Describe which rows of a parameter each rank has.
 
-The rank at flat position k has the contiguous rows ``[bounds[k], bounds[k + 1])``, possibly none. The rank with
-coordinates (r, s) is at position k = s * R + r. layout/flat_layout.py chooses the bounds, so that no row is cut.
+The data-parallel ranks form a grid of R replicas with S ranks each. The rank with the coordinates (r, s) is at flat
+position k = s * R + r, and has the contiguous rows ``[bounds[k], bounds[k + 1])``, possibly none. layout/flat_layout.py
+chooses the bounds, so that no row is cut.
 """
 
 from __future__ import annotations

@@ -236,9 +236,10 @@ class PooledStorage(GradientStorage):
 
 
 class AliasState(enum.Enum):
-    """State of an :class:`AliasedStorage`.
+    """State of an :class:`AliasedStorage`: in place, without contents (VACATED), or in separate memory (SET_ASIDE).
 
-    Transitions: IN_PLACE -> VACATED (no contents) -> SET_ASIDE (contents in separate memory) -> IN_PLACE.
+    :meth:`set_aside` changes IN_PLACE to SET_ASIDE if the contents are kept, otherwise to VACATED. :meth:`open` changes
+    VACATED to SET_ASIDE. :meth:`restore` changes any state to IN_PLACE.
     """
 
     IN_PLACE = "in place"

@@ -313,7 +313,10 @@ class Handle:
     # Refresh
 
     def guard_master_writes(self) -> None:
-        """If peers read the masters in place, make each user write to masters wait until no peer is reading them."""
+        """Make the user's writes to the masters wait for peers, if peers read the masters in place.
+
+        The first write since the last refresh waits until no peer is reading the masters.
+        """
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 

@@ -79,7 +79,7 @@ class UsedParamMap:
         if several_axes:
             self._thread.start()  # even if it is not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
-            pending.reserve()
+            pending.reserve_communicators()
             self._thread.run(pending.relay_in_background)
         else:
             pending.relay()
@@ -129,7 +129,7 @@ class PendingUsage:
             self._to_send.append(message_bytes)
         self._launch_gathers_along_axis(0)
 
-    def reserve(self) -> None:
+    def reserve_communicators(self) -> None:
         """Reserve the communicators of all axes except the first for :meth:`relay_in_background`.
 
         Until that method has launched its messages, launches of other threads on these communicators wait.

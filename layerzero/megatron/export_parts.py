@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_path, publish_file, remove
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, iter_pieces, open_safetensors
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_stored_tensor, iter_pieces, open_safetensors
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_layout import layer_of, module_name
@@ -44,7 +44,7 @@ class _StoredPart:
         for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
             path = self.manifest.path_of(name)
             with open_safetensors(path) as file:
-                check_entry(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
+                check_stored_tensor(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
                 tensors += list(iter_pieces(file, self.key, sizes, self.tensor.dtype))
         return torch.cat(tensors) if self.tensor.shape else tensors[0]
 

@@ -41,7 +41,7 @@ from layerzero.layout.owner_layout import ParamOwner, update_cost
 from layerzero.optimizers.owner_groups import OwnerGroup
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["OwnedParam", "by_owner_group", "round_buffer_counts", "step_with_owners"]
+__all__ = ["OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
     return members_by_group
 
 
-def round_buffer_counts(owned: Iterable[OwnedParam]) -> Counter[Size]:
+def peak_buffer_counts(owned: Iterable[OwnedParam]) -> Counter[Size]:
     """Return the number of buffers, by (numel, dtype), that are in use at the same time in a step of the `owned`.
 
     Owner groups take their steps one after another and share buffers.

@@ -31,7 +31,7 @@ from layerzero.optimizers.owner_groups import (
     positions_across,
 )
 from layerzero.optimizers.owner_state import add_remote_owner_state
-from layerzero.optimizers.owner_step import OwnedParam, round_buffer_counts, step_with_owners
+from layerzero.optimizers.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 
@@ -125,7 +125,7 @@ class OwnerTable:
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
-        self._lz_state.pools.scratch.add_predicted(round_buffer_counts(self.owned.values()))
+        self._lz_state.pools.scratch.add_predicted(peak_buffer_counts(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""

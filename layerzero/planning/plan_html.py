@@ -17,10 +17,10 @@ from layerzero.planning.plan_report import (
     call_text,
     count_text,
     group_size,
-    links_text,
     parts_text,
     reduce_text,
     row_cells,
+    scheme_comparison_text,
     settings_text,
     short_settings,
     shown_rows,
@@ -164,7 +164,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[Si
         "those that <code>layerzero.memory</code> uses during a run. Activations are estimated from the "
         "sizes of a transformer, unless you passed their size. The times of FSDP2, HSDP, HFSDP and ZeRO-1 come from "
         "simulated schedules of these schemes.</p>",
-        f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
+        f'<pre class="table">{escape(links)}</pre>' if (links := scheme_comparison_text(plan)) else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
@@ -286,14 +286,14 @@ def _memory_text(rows: Sequence[Estimate]) -> str:
     """Return an explanation of the names in the memory figure of `rows`."""
     shown = {name for row in rows for name in _memory_parts(row)}
     texts = [
-        f"<strong>{name}</strong>{_memory_kind_names(name, rows)}: {text}"
+        f"<strong>{name}</strong>{_memory_kinds_html(name, rows)}: {text}"
         for name, text in _MEMORY_TEXTS.items()
         if name in shown
     ]
     return f"{'; '.join(texts)}. The names in parentheses are those of <code>layerzero.memory</code>."
 
 
-def _memory_kind_names(name: str, rows: Sequence[Estimate]) -> str:
+def _memory_kinds_html(name: str, rows: Sequence[Estimate]) -> str:
     """Return the kinds of :func:`layerzero.memory` for a name in the memory figure that `rows` of layerzero use."""
     used = {kind for row in rows if row.choice.scheme == LAYERZERO for kind, nbytes in row.memory.items() if nbytes}
     kinds = [kind for kind, shown in _MEMORY_KINDS.items() if shown == name and kind in used and kind != name]

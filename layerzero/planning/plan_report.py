@@ -38,10 +38,10 @@ __all__ = [
     "call_text",
     "count_text",
     "group_size",
-    "links_text",
     "parts_text",
     "reduce_text",
     "row_cells",
+    "scheme_comparison_text",
     "settings_text",
     "short_settings",
     "shown_rows",
@@ -281,7 +281,7 @@ class Plan:
             "other schemes:",
             table(HEADER, [row_cells(row) for row in self.other_schemes]),
             "",
-            *([links, ""] if (links := links_text(self)) else ()),
+            *([links, ""] if (links := scheme_comparison_text(self)) else ()),
         ]
         best = self.best
         if best is not None:
@@ -373,7 +373,7 @@ def shown_text(plan: Plan, rows: Sequence[Estimate]) -> str:
     return f"the {len(rows)} fastest"
 
 
-def links_text(plan: Plan) -> str:
+def scheme_comparison_text(plan: Plan) -> str:
     """Return a table of step times by scheme and speed of the link between nodes, or an empty string for one node."""
 
     def cell(row: Estimate | None) -> str:

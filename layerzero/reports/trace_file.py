@@ -141,20 +141,20 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 
 def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     time = recorder.clock.microseconds
-    marks = recorder.marks
-    if recorder.clock.sees_other_threads:  # marks are ordered only within each thread
-        marks = sorted(marks, key=lambda mark: time(mark.began))
-    launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
+    spans = recorder.spans
+    if recorder.clock.sees_other_threads:  # spans are ordered only within each thread
+        spans = sorted(spans, key=lambda span: time(span.began))
+    launched = (span.trace for span in spans if span.kind == "launch" and span.trace is not None)
     numbers = {collective_trace: index for index, collective_trace in enumerate(launched)}
     waited: dict[CollectiveTrace, float] = {}  # end of the first wait for each collective
-    for mark in marks:
-        if mark.kind == "wait" and mark.trace is not None:
-            waited.setdefault(mark.trace, time(mark.ended))
+    for span in spans:
+        if span.kind == "wait" and span.trace is not None:
+            waited.setdefault(span.trace, time(span.ended))
     events = []
-    for mark in marks:
-        collective_trace, start, end = mark.trace, time(mark.began), time(mark.ended)
+    for span in spans:
+        collective_trace, start, end = span.trace, time(span.began), time(span.ended)
         if collective_trace is None:
-            events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
+            events.append(TraceEvent(span.kind, span.name, start, end, phase=span.phase))
             continue
         completed = waited.get(collective_trace)
         if collective_trace.completion_time is not None:
@@ -162,8 +162,8 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
             completed = recorded if completed is None else min(recorded, completed)
         events.append(
             TraceEvent(
-                mark.kind,
-                mark.name,
+                span.kind,
+                span.name,
                 start,
                 end,
                 number=numbers.get(collective_trace, -1),
@@ -172,8 +172,8 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
                 communicator=collective_trace.communicator,
                 ranks=collective_trace.ranks,
                 bytes=collective_trace.bytes,
-                completed=completed if mark.kind == "launch" else None,
-                in_background=mark.in_background,
+                completed=completed if span.kind == "launch" else None,
+                in_background=span.in_background,
             )
         )
     return tuple(events)

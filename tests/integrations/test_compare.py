@@ -122,7 +122,7 @@ def first_loss(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: int, mic
     monkeypatch.syspath_prepend(str(folder))
     mine = importlib.import_module("mine")
     task = TrainingTask(mine.Net, mine.make_batch, default_loss, torch.optim.Adam, 1, micro_batches, 0)
-    model, losses = task.build(), []
+    model, losses = task.build_model(), []
     for rank in range(ranks):
         batches = [task.batch(index, rank) for index in range(micro_batches)]
         torch.manual_seed(0)  # dropout in the first step

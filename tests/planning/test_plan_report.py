@@ -32,7 +32,7 @@ from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
 from layerzero.planning.estimator import _CODING, _CRITERIA, _REFRESH_CODING, ALIKE_TEXT, StepCost
 from layerzero.planning.plan_html import _MEMORY_KINDS, _MEMORY_TEXTS, report_html
-from layerzero.planning.plan_report import links_text, parts_text, reduce_text, shown_rows
+from layerzero.planning.plan_report import parts_text, reduce_text, scheme_comparison_text, shown_rows
 from layerzero.utils.text_tables import seconds_text, si_text, size_text
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
@@ -444,7 +444,7 @@ def test_waits_for_copies_in_one_direction_are_one_part_of_a_step(found: Plan) -
 
 def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
     single = plan(SIZES, Cluster(nodes=1, accelerators=1, memory=8, reserve=1), micro_batches=[1])
-    assert single.links == () and links_text(single) == "" and single.as_dict()["links"] == []
+    assert single.links == () and scheme_comparison_text(single) == "" and single.as_dict()["links"] == []
     text, page = str(single), report_html(single, nodes=(1,))
     assert "; 1 node x 1 accelerator of 8 GB" in text and "; 1 node &times; 1 accelerator of 8 GB" in page
     assert "at which link" not in text + page and "\n\n\n" not in text

@@ -28,9 +28,9 @@ from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.plan_report import (
     COLUMNS_TEXT,
     call_text,
-    links_text,
     reduce_text,
     row_cells,
+    scheme_comparison_text,
     settings_text,
     yaml_text,
 )
@@ -737,7 +737,9 @@ def test_schemes_are_compared_at_several_links_with_their_simplest_fast_rows() -
             assert (row.step, row.peak) == (same.step, same.peak), "as in a plan for this link"
             rivals = [each for each in (*again.rows, *again.other_schemes) if each.choice.scheme == scheme]
             assert row.tokens >= 0.97 * max(each.tokens for each in rivals)
-        (line,) = (line for line in links_text(found).splitlines() if line.startswith(f"{link.between:,.0f} "))
+        (line,) = (
+            line for line in scheme_comparison_text(found).splitlines() if line.startswith(f"{link.between:,.0f} ")
+        )
         cells = re.split("  +", line)[2:6]
         for (scheme, row), cell in zip(list(link.rows.items())[1:], cells, strict=True):
             settings = f"S={row.choice.zero3_size} " if scheme in ("HSDP", "HFSDP") else ""

@@ -181,7 +181,7 @@ class SharedBufferPool(BufferPool):
         return tuple(parts)
 
     def mark_consumed(self, number: int) -> None:
-        """Publish that this rank has added its piece of gradient `number`."""
+        """Tell the other ranks that this rank has read gradient `number`, so that its buffer can be reused."""
         assert number == self._added + 1, "gradients are added in the order in which they are sent"
         self._added = number
         self._counters.increment(CONSUMED)
