@@ -10,7 +10,7 @@ import pytest
 
 from layerzero import cli_doctor
 from layerzero.__main__ import main
-from layerzero.doctor.script_checks import check_script, mistakes
+from layerzero.doctor.script_checks import check_script, find_mistakes
 from tests.support.pages import PAGES, ROOT, read_page
 from tests.support.ranks import run_ranks
 
@@ -125,7 +125,7 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_reported_with_its_line(case: str) -> None:
     before, after, _ = MISTAKES[case]
-    (found,) = mistakes(ast.parse(before + after))
+    (found,) = find_mistakes(ast.parse(before + after))
     assert found.line == len(before.splitlines()), found
 
 
@@ -178,7 +178,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_nothing_is_guessed(case: str) -> None:
-    assert mistakes(ast.parse(START + RIGHT[case])) == []
+    assert find_mistakes(ast.parse(START + RIGHT[case])) == []
 
 
 def test_programs_of_this_repository_have_no_mistakes() -> None:
@@ -188,7 +188,7 @@ def test_programs_of_this_repository_have_no_mistakes() -> None:
         programs[page.name] = "\n".join(f"if True:\n{_indented(piece.text)}" for piece in pieces)
         programs |= {f"{page.name} line {piece.line}": piece.text for piece in pieces}
     assert len(programs) > 50
-    assert {name: found for name, text in programs.items() if (found := mistakes(ast.parse(text)))} == {}
+    assert {name: found for name, text in programs.items() if (found := find_mistakes(ast.parse(text)))} == {}
 
 
 def _indented(text: str) -> str:
