@@ -183,12 +183,12 @@ class WeightSender:
         return full, [entry for entry, has_changed in zip(entries, changed, strict=True) if full or has_changed]
 
     def _packet(
-        self, version: PacketPosition, bucket: Sequence[tuple[tuple[str, ...], Tensor]], names_to_keep: set[str]
+        self, position: PacketPosition, bucket: Sequence[tuple[tuple[str, ...], Tensor]], names_to_keep: set[str]
     ) -> bytes:
-        if version.base is None and version.packet == 0:
+        if position.base is None and position.packet == 0:
             self._previous.clear()
         tensors = [(names, tensor.cpu().contiguous(), self._previous.get(names[0])) for names, tensor in bucket]
-        packet = make_packet(version, tensors)
+        packet = make_packet(position, tensors)
         for (name, *_), values, previous in tensors:
             if previous is not None:
                 previous.copy_(values)

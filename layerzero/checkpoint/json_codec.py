@@ -119,7 +119,7 @@ class Encoder:
         if isinstance(value, PerRank):
             return self._encode_per_rank(value.value, path)
         if isinstance(value, MergeableValue):
-            return self._encode_merged_value(value, path)
+            return self._encode_mergeable_value(value, path)
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
         if type(value) in (dict, OrderedDict, Counter):
@@ -229,7 +229,7 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _encode_merged_value(self, merged: MergeableValue, path: str) -> Any:
+    def _encode_mergeable_value(self, merged: MergeableValue, path: str) -> Any:
         common = self.encode(merged.common, path)
         self._encodes_own = True
         try:

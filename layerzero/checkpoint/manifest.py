@@ -118,7 +118,7 @@ class Manifest:
         """Check that a file is a regular file in the folder and has the recorded size. Its contents are not read.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: the file is missing, is outside the folder, is not a regular file, or has another size.
         """
         if Path(record.name).name != record.name or record.name in ("", ".", ".."):
             raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")

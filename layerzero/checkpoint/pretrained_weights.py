@@ -39,10 +39,11 @@ def load_safetensors(
 ) -> None:
     """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
-    Each rank reads its own rows from the files. Ranks exchange only results of checks. No rank allocates memory for the
-    full model or for the full form of a sharded tensor. All data-parallel ranks must call this function with the same
-    files. It is enough to store a tied parameter under one of its names. Files do not contain non-persistent buffers,
-    such as rotary tables. The `param_init_fn` passed to :func:`layerzero.shard_model` must initialize these buffers.
+    Each rank reads its own rows from the files, and ranks do not send each other values from the files. No rank
+    allocates memory for the full model or for the full form of a sharded tensor. All data-parallel ranks must call this
+    function with the same files. It is enough to store a tied parameter under one of its names. Files do not contain
+    non-persistent buffers, such as rotary tables. The `param_init_fn` passed to :func:`layerzero.shard_model` must
+    initialize these buffers.
 
     Args:
         source: folder that contains ``model.safetensors`` or an index of several files; path of an index file; or paths

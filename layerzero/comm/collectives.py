@@ -341,7 +341,7 @@ class PendingCollective:
     def make_stream_wait(self) -> None:
         """Make the current stream wait for the collective.
 
-        Call :meth:`wait`, too, with the stream that uses the result as the current stream. Until then, the caller must
+        Also call :meth:`wait` while the stream that uses the result is the current stream. Until then, the caller must
         keep references to the tensors of the collective, because this object may release its own.
         """
         for work in self.each:

@@ -114,7 +114,7 @@ class RefreshInput:
 
 @dataclass
 class _RefreshState:
-    """State of one encoded refresh in the background threads: its input, its handle for callers, and its messages."""
+    """State of one encoded refresh in the background threads: its input, what callers wait for, and its messages."""
 
     given: RefreshInput
     pending: PendingRefresh

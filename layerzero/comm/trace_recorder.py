@@ -188,7 +188,7 @@ class TraceDispatcher:
         profiled = _profiler_range(f"layerzero.{phase} {name}")
         profiled.__enter__()
         self._open.append(_OpenSpan(phase, name, key, torch._C._current_graph_task_id(), profiled))
-        self._append_mark("begin", phase, name)
+        self._append_instant("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
         """End the spans of other units when the current backward pass reaches the call `key`.
@@ -245,10 +245,10 @@ class TraceDispatcher:
     def _close(self) -> object:
         span = self._open.pop()
         span.range.__exit__(None, None, None)
-        self._append_mark("end", span.phase, span.name)
+        self._append_instant("end", span.phase, span.name)
         return span.key
 
-    def _append_mark(self, kind: str, phase: str, name: str) -> None:
+    def _append_instant(self, kind: str, phase: str, name: str) -> None:
         if self.recorder is not None:
             now = self.recorder.clock.now()
             self.recorder.spans.append(TraceSpan(kind, name, now, now, phase=phase))

@@ -51,8 +51,8 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
-    for ranks in {unit.mesh for unit in others}:
-        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.mesh == ranks)
+    for mesh in {unit.mesh for unit in others}:
+        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.mesh == mesh)
         total += sum(sizes[-1 - prefetch :])
     return total
 

@@ -211,7 +211,7 @@ def _literal_values(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _steps_of_wrapped_optimizers(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield a mistake for each step of an optimizer that ``shard_optimizer`` has wrapped before.
+    """Yield a mistake for each step of an optimizer that ``shard_optimizer`` has already wrapped.
 
     Also yield one for each call to ``shard_optimizer`` whose result is discarded.
     """

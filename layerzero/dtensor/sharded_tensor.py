@@ -382,7 +382,7 @@ def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTe
 
 
 def _with_gathered(inputs: Sequence[Any]) -> list[Any]:
-    """Return `inputs`, the argument of a backward pass, followed by the gathered parameters of sharded ones in it."""
+    """Return `inputs`, the argument of a backward pass, followed by the gathered parameters of its elements."""
     gathered = [tensor.gathered for tensor in inputs if isinstance(tensor, RowShardedTensor)]
     return [*inputs, *(leaf for leaf in gathered if leaf is not None and leaf.requires_grad)]
 

@@ -101,8 +101,8 @@ class StridedParam:
 class GatheredParams:
     """Gathered parameters of one handle.
 
-    Most parameters are views of `compute` and share its version counter. DTensors, and
-    parameters that are not contiguous, have separate version counters.
+    Most parameters are views of `compute` and share its version counter. DTensors, and parameters that are not
+    contiguous, have separate version counters.
 
     Args:
         compute: 1-D alias of the full buffer.

@@ -67,8 +67,8 @@ class GradientReducer:
         self._order: list[Handle] = []  # handles in the order of the queue
         self._rebuild_queue()
         self.settings = HyperparameterCheck(model_ranks)
-        self._last_use: PendingUsage | None = None  # the latest exchange of usage bytes
-        self._pending_use: PendingUsage | None = None  # the same exchange, until it has been waited for
+        self._last_usage: PendingUsage | None = None  # the latest exchange of usage bytes
+        self._pending_usage: PendingUsage | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
         self.lazy_grad = LazyGrad(self._publish_when_agreed)
@@ -121,7 +121,7 @@ class GradientReducer:
         with plain_access():
             for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
-                grad_attribute.gradients.set_reduces(reduces=reduces)
+                grad_attribute.gradients.begin_pass(reduces=reduces)
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.
@@ -180,10 +180,10 @@ class GradientReducer:
 
         This method may be called again after an interrupt.
         """
-        if self._pending_use is not None:
+        if self._pending_usage is not None:
             for grad_attribute in self._grad_attributes:
                 grad_attribute.collect_local_grads()  # gradients from a backward pass that ran through no unit
-            self._publish_grads(self._pending_use)
+            self._publish_grads(self._pending_usage)
         self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
@@ -331,15 +331,15 @@ class GradientReducer:
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._model_ranks.size == 1 or not local:
             return bytes(local)
-        if self._pending_use is not None:
-            self._pending_use.wait()
-        if self._last_use is not None:
-            self.settings.receive(self._last_use.extra_digests)
+        if self._pending_usage is not None:
+            self._pending_usage.wait()
+        if self._last_usage is not None:
+            self.settings.receive(self._last_usage.extra_digests)
         is_known = min(local) == GradUsage.CONTRIBUTED
-        self._pending_use = self._last_use = self._used_params.start_exchange(
+        self._pending_usage = self._last_usage = self._used_params.start_exchange(
             local, self.settings.digests(), is_known=is_known
         )
-        return bytes(local) if is_known else self._pending_use
+        return bytes(local) if is_known else self._pending_usage
 
     def _publish_grads(self, agreement: bytes | PendingUsage | None) -> None:
         if agreement is not None:
@@ -348,8 +348,8 @@ class GradientReducer:
         for handle in self._order:
             assert handle.grads is not None
             handle.grads.publish(agreed=agreed)
-        if agreement is self._pending_use:
-            self._pending_use = None
+        if agreement is self._pending_usage:
+            self._pending_usage = None
 
     def _take_agreed(self, agreement: bytes | PendingUsage) -> None:
         usage = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()

@@ -273,7 +273,7 @@ class HandleGradients:
 
     # One backward pass
 
-    def set_reduces(self, *, reduces: bool) -> None:
+    def begin_pass(self, *, reduces: bool) -> None:
         """Begin a backward pass.
 
         Args:

@@ -158,11 +158,11 @@ def _nested_units(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
     """Return the units that are directly nested in each unit, in order."""
     children: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
-        enclosing = [other for other in units if other is not unit and _is_submodule_name(other.name, unit.name)]
+        enclosing = [other for other in units if other is not unit and _encloses(other.name, unit.name)]
         if enclosing:
             children[max(enclosing, key=lambda other: len(other.name))].append(unit)
     return children
 
 
-def _is_submodule_name(outer: str, name: str) -> bool:
+def _encloses(outer: str, name: str) -> bool:
     return not outer or name.startswith(f"{outer}.")

@@ -141,7 +141,7 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, trai
     for preceding, unit in zip(order[:1] + order, order, strict=False):
         together = units[unit] + (units[preceding] if preceding != unit else Counter())
         for enclosing in units.keys() - {preceding}:
-            if _is_submodule_name(enclosing, unit):
+            if _encloses(enclosing, unit):
                 together += incoming[enclosing]
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
@@ -211,12 +211,12 @@ def _max_receiving_at_once(members: Sequence[HandleSpec], handles: Sequence[Hand
     """
     counts = Counter(handle.unit for handle in members)
     return max(
-        sum(count for name, count in counts.items() if name == unit or _is_submodule_name(name, unit))
+        sum(count for name, count in counts.items() if name == unit or _encloses(name, unit))
         for unit in {handle.unit for handle in handles}
     )
 
 
-def _is_submodule_name(outer: str, inner: str) -> bool:
+def _encloses(outer: str, inner: str) -> bool:
     return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 

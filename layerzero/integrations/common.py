@@ -1,4 +1,4 @@
-"""Helpers of several integrations, which merge settings, shard models and find their sharded parameters."""
+"""Define helpers that several integrations use, for settings, sharding, dtypes and access to sharded parameters."""
 
 from __future__ import annotations
 

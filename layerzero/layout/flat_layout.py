@@ -19,7 +19,7 @@ Let D be the number of shards, W the longest row of a layout in elements, and
     n = sum over the slots of numel rounded up to a multiple of lcm(row, align).
 
 Every planned layout has  shard_numel <= floor(n / D) + max(W, floor(n / D) / 200)  (and at least 1 if all slots are
-empty). If each row is a multiple of `align`, as is usual, the rounding in n adds nothing. About this bound:
+empty). If each row is a multiple of `align`, as is usual, the rounding in n adds nothing. Properties of the bound:
 
 - Padding beyond n is at most W or 0.5 % per shard, whichever is larger. This is at most 1 % if a shard is at least 100
   times as long as the longest row.
@@ -184,9 +184,8 @@ def plan_layouts(
 ) -> tuple[FlatLayout, ...]:
     """Plan layouts that meet the bound in [Note: Bound on the shard length].
 
-    The result is a single layout if the search finds one. Otherwise, parameters are split by row length.
-
-    The result depends only on the arguments, so all ranks plan the same layouts.
+    The result is a single layout if the search finds one. Otherwise, parameters are split by row length. The result
+    depends only on the arguments, so all ranks plan the same layouts.
 
     Args:
         params: (name, shape) of each parameter.

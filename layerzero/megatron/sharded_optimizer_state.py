@@ -70,7 +70,10 @@ class ChunkOptimizer(NamedTuple):
 
 
 class _CommonState(NamedTuple):
-    """Unsharded optimizer state: the parameter groups, the distinct step counts, and whether any weight has 16 bits."""
+    """Unsharded optimizer state: the parameter groups, the distinct step counts, and whether masters are stored.
+
+    Masters are stored if the compute dtype of any parameter differs from the dtype of its master.
+    """
 
     groups: list[dict[str, Any]]
     steps: set[float]

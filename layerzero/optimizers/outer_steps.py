@@ -422,7 +422,7 @@ class OuterSteps:
         record_writes(gradient for gradient in gradients if gradient is not None)
 
     def _require_usable(self) -> None:
-        """Raise an error if the parameters are not those that :func:`outer` was called for.
+        """Raise an error if the outer steps cannot use the current parameters.
 
         Raises:
             RuntimeError: a context such as ``layerzero.unsharded`` is active, a load has failed, the shard boundaries

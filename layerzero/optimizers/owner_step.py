@@ -163,7 +163,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def peak_buffer_counts(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return the number of buffers, by (numel, dtype), that are in use at the same time in a step of the `owned`.
+    """Return the number of buffers, by (numel, dtype), that are in use at the same time in a step that updates `owned`.
 
     Owner groups take their steps one after another and share buffers.
     """

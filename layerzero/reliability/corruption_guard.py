@@ -273,7 +273,7 @@ class CorruptionGuard:
         if self._is_due:
             self._hook_new_parameters()
             for (kind, name), tensor in self._tensors():
-                self._recorded[kind, name] = self._record(tensor, name)
+                self._recorded[kind, name] = self._tensor_record(tensor, name)
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ``((kind, parameter name), tensor)`` for this rank's masters and optimizer state."""
@@ -287,7 +287,7 @@ class CorruptionGuard:
                     if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
                         yield (f"optimizer state {key!r}", name), value
 
-    def _record(self, tensor: Tensor, name: str) -> _TensorRecord:
+    def _tensor_record(self, tensor: Tensor, name: str) -> _TensorRecord:
         handle = self._handle_of.get(name)
         write_count = 0 if handle is None else handle.tracker.write_count
         return _TensorRecord(tensor.data_ptr(), tensor._version, write_count, sum64(tensor))
@@ -298,7 +298,7 @@ class CorruptionGuard:
         Tensors to which code has written since they were recorded are omitted.
         """
         recorded = self._recorded
-        current = {key: self._record(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
+        current = {key: self._tensor_record(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
         for key in recorded:
             if key[0] == "gradient" and (gradient := self._final_gradient(key[1])) is not None:
                 current[key] = _gradient_record(gradient)

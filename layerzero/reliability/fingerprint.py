@@ -189,7 +189,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
     All ranks of the replica group must call this function. The result is the same on these ranks.
 
     Args:
-        masters_unchanged: same as `sound` in :func:`compare`.
+        masters_unchanged: same as `sound` in :func:`compare_copies`.
     """
     zero3 = handle.weights.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # many backends lack other integers

@@ -398,16 +398,16 @@ def _choose_refresh_codec(
     """
     if config.refresh_codec != "auto":
         return config
-    chosen, comm, speed = None, model_ranks.mesh_info.replica_comm, None
+    chosen, comm, durations = None, model_ranks.mesh_info.replica_comm, None
     if can_encode_refreshes(plans, config, model_ranks.mesh_info.mesh) and comm.size > 1:
         trial_comm = replace(comm, counters=TrafficCounters())  # the trial is not traffic of the user's training
-        speed = torch.tensor(measure_refresh(trial_comm, LosslessDifferences.best()), dtype=torch.float64)
-        model_ranks.all_reduce(speed, dist.ReduceOp.MAX)
-        if RefreshDurations(*speed.tolist()).prefers_encoding:
+        durations = torch.tensor(measure_refresh(trial_comm, LosslessDifferences.best()), dtype=torch.float64)
+        model_ranks.all_reduce(durations, dist.ReduceOp.MAX)
+        if RefreshDurations(*durations.tolist()).prefers_encoding:
             chosen = "lossless"
-    if model_ranks.is_first and speed is not None:
+    if model_ranks.is_first and durations is not None:
         text = "refresh_codec='auto': a trial refresh took %.0f ms, and %.0f ms with encoding. The codec is %s"
-        _log.info(text, *(1000 * speed).tolist(), chosen)
+        _log.info(text, *(1000 * durations).tolist(), chosen)
     return replace(config, refresh_codec=chosen)
 
 

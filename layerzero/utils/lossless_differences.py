@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["COMPRESSIONS", "LosslessDifferences", "memory_of"]
+__all__ = ["COMPRESSIONS", "LosslessDifferences", "memoryview_of"]
 
 COMPRESSIONS = ("zstd", "zlib")
 _AT_ONCE = 2**17  # weights per piece, so that the planes of a piece fit into the cache of a core
@@ -157,12 +157,12 @@ class LosslessDifferences:
             import zstandard  # noqa: PLC0415 - an optional package
 
             compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)
-            return lambda plane: compressor.compress(memory_of(plane))
+            return lambda plane: compressor.compress(memoryview_of(plane))
 
         def compress(plane: Tensor) -> bytes:
             # Runs of zeros and a Huffman code; the default strategy is slower, and its messages are larger.
             deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
-            return deflate.compress(memory_of(plane)) + deflate.flush()
+            return deflate.compress(memoryview_of(plane)) + deflate.flush()
 
         return compress
 
@@ -173,7 +173,7 @@ class LosslessDifferences:
         def decompress(packed: Tensor, size: int) -> bytes:
             try:
                 # One byte more than expected, so that a longer piece is noticed and not merely cut.
-                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(memory_of(packed), size + 1)
+                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(memoryview_of(packed), size + 1)
             except zlib.error as error:
                 raise ValueError(f"a piece cannot be decompressed: {error}") from error
 
@@ -196,7 +196,7 @@ def _zstd_decompressor() -> _Decompress:
 
     def decompress(packed: Tensor, size: int) -> bytes:
         try:
-            content: bytes = decompressor.decompress(memory_of(packed), max_output_size=size)
+            content: bytes = decompressor.decompress(memoryview_of(packed), max_output_size=size)
         except zstandard.ZstdError as error:
             raise ValueError(f"a piece cannot be decompressed: {error}") from error
         return content
@@ -208,6 +208,6 @@ def _piece_slices(numel: int) -> list[slice]:
     return [slice(first, min(first + _AT_ONCE, numel)) for first in range(0, numel, _AT_ONCE)]
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def memoryview_of(tensor: Tensor) -> memoryview:
     """Return a memoryview of a non-empty contiguous CPU tensor, without numpy. The tensor must outlive it."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.utils.lossless_differences import LosslessDifferences, memory_of
+from layerzero.utils.lossless_differences import LosslessDifferences, memoryview_of
 
 __all__ = ["PacketPosition", "WeightPacketError", "WeightReceiver", "make_packet"]
 
@@ -64,11 +64,11 @@ class _Entry(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def make_packet(version: PacketPosition, tensors: Sequence[tuple[Sequence[str], Tensor, Tensor | None]]) -> bytes:
+def make_packet(position: PacketPosition, tensors: Sequence[tuple[Sequence[str], Tensor, Tensor | None]]) -> bytes:
     """Encode tensors as one packet.
 
     Args:
-        version: position of the packet.
+        position: position of the packet.
         tensors: names, current values and previous values of each tensor. The values must be contiguous and on the CPU.
             If the previous values are None, the current values themselves are sent.
     """
@@ -90,7 +90,7 @@ def make_packet(version: PacketPosition, tensors: Sequence[tuple[Sequence[str], 
             sizes = [len(each) for each in data]
             entries.append(_Entry(list(names), _name_of(values.dtype), list(values.shape), sizes, list(checksums)))
             content += data
-    fields = {"format": _FORMAT, "compression": codec.compression, **version._asdict()}
+    fields = {"format": _FORMAT, "compression": codec.compression, **position._asdict()}
     header = json.dumps(fields | {"tensors": [each._asdict() for each in entries]}).encode()
     start = b"".join(number.to_bytes(8, "little") for number in (len(header), zlib.crc32(header)))
     return b"".join([start, header, *content])
@@ -98,7 +98,7 @@ def make_packet(version: PacketPosition, tensors: Sequence[tuple[Sequence[str], 
 
 def _pack_piece(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tuple[Any, int]:
     """Return the data of a piece and the checksum of its values. The data may be the memory of `now`."""
-    memory = memory_of(now)
+    memory = memoryview_of(now)
     if before is None:
         return memory, zlib.crc32(memory)
     if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
@@ -107,7 +107,7 @@ def _pack_piece(now: Tensor, before: Tensor | None, codec: LosslessDifferences) 
         return memory, zlib.crc32(memory)
     encoded = torch.empty(now.nbytes, dtype=torch.uint8)
     size = codec.encode(before, now, encoded)
-    return bytes(memory_of(encoded)[:size]), zlib.crc32(memory)
+    return bytes(memoryview_of(encoded)[:size]), zlib.crc32(memory)
 
 
 class WeightReceiver:
@@ -157,9 +157,9 @@ class WeightReceiver:
                 If a version is missing, the tensors are not changed.
             ModuleNotFoundError: the packet is compressed with zstd, and zstandard is not installed.
         """
-        version, codec, entries, data = _parse_packet(packet)
-        self._require_next(version)
-        targets = [self._targets(entry, creates=version.base is None) for entry in entries]
+        position, codec, entries, data = _parse_packet(packet)
+        self._require_next(position)
+        targets = [self._targets(entry, creates=position.base is None) for entry in entries]
         self.version, self._next = None, None  # if an error follows, tensors of two versions remain
         # Threads work on CPU memory only, because the current stream of a device belongs to the calling thread.
         on_cpu = [target.cpu() for target, *_ in targets]  # the target itself if it is on the CPU
@@ -168,37 +168,37 @@ class WeightReceiver:
         with ThreadPoolExecutor() as pool:
             if list(pool.map(partial(_decode_piece, codec), pieces, data)) != checksums:
                 raise WeightPacketError(
-                    f"packet {version.packet + 1} of {version.packets} of version {version.version} gives values with "
-                    "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
+                    f"packet {position.packet + 1} of {position.packets} of version {position.version} gives values "
+                    "with a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
                     f"{_SEND_ALL}"
                 )
         for values, (target, *copies) in zip(on_cpu, targets, strict=True):
             for tensor in copies if values is target else (target, *copies):
                 tensor.copy_(values)
-        self._sender = version.sender
-        if version.packet + 1 == version.packets:
-            self.version = version.version
+        self._sender = position.sender
+        if position.packet + 1 == position.packets:
+            self.version = position.version
         else:
-            self._next = (version.version, version.packet + 1)
+            self._next = (position.version, position.packet + 1)
         return self.version is not None
 
-    def _require_next(self, version: PacketPosition) -> None:
-        position = version.version, version.packet
-        if version.base is None and version.packet == 0:
+    def _require_next(self, position: PacketPosition) -> None:
+        number = position.version, position.packet
+        if position.base is None and position.packet == 0:
             return
         follows = (
-            self._next == position if version.packet else self.version is not None and self.version == version.base
+            self._next == number if position.packet else self.version is not None and self.version == position.base
         )
-        if follows and version.sender == self._sender:
+        if follows and position.sender == self._sender:
             return
         state = f"version {self.version}" if self.version is not None else "no complete version"
         if self._next is not None:
             state = f"version {self._next[0]} up to packet {self._next[1]}"
-        based = "" if version.base is None else f" (changes from version {version.base})"
+        based = "" if position.base is None else f" (changes from version {position.base})"
         raise WeightPacketError(
-            f"packet {version.packet + 1} of {version.packets} of version {version.version}{based} cannot be applied: "
-            f"the receiver has {state}{'' if version.sender == self._sender else ' of another sender'}. A packet is "
-            f"missing or was applied twice. {_SEND_ALL}"
+            f"packet {position.packet + 1} of {position.packets} of version {position.version}{based} cannot be "
+            f"applied: the receiver has {state}{'' if position.sender == self._sender else ' of another sender'}. A "
+            f"packet is missing or was applied twice. {_SEND_ALL}"
         )
 
     def _targets(self, entry: _Entry, *, creates: bool) -> list[Tensor]:
@@ -239,11 +239,11 @@ def _parse_packet(
         text = bytes(view[16:end])
         header = json.loads(text)
         is_valid = header["format"] == _FORMAT and zlib.crc32(text) == checksum
-        version = PacketPosition(*(header[name] for name in PacketPosition._fields))
+        position = PacketPosition(*(header[name] for name in PacketPosition._fields))
         entries = [_Entry(**fields) for fields in header["tensors"]]
         bounds = list(accumulate((size for entry in entries for size in entry.sizes), initial=end))
         is_valid &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)
-        is_valid &= all(type(number) is int for number in (version.version, version.packet, version.packets))
+        is_valid &= all(type(number) is int for number in (position.version, position.packet, position.packets))
         codec = LosslessDifferences(header["compression"])
         data = [view[start:stop] for start, stop in pairwise(bounds)]
     except (ValueError, KeyError, TypeError, RuntimeError):
@@ -253,7 +253,7 @@ def _parse_packet(
             f"{len(view)} bytes are not a complete packet of layerzero.WeightSender. Pass each packet unchanged, and "
             "use the same version of layerzero on both sides"
         )
-    return version, codec, entries, data
+    return position, codec, entries, data
 
 
 def _decode_piece(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
@@ -261,12 +261,12 @@ def _decode_piece(codec: LosslessDifferences, piece: Tensor, data: memoryview) -
     if not len(data):
         return 0
     encoded = torch.empty(len(data), dtype=torch.uint8)
-    memory_of(encoded)[:] = data
+    memoryview_of(encoded)[:] = data
     try:
         codec.decode(encoded, piece)
     except (ValueError, RuntimeError) as error:
         raise WeightPacketError(f"a packet cannot be decoded: {error}. {_SEND_ALL}") from error
-    return zlib.crc32(memory_of(piece))
+    return zlib.crc32(memoryview_of(piece))
 
 
 def _split_pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -228,7 +228,7 @@ def _muon_on_connected_groups(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=wrapped_gloo.mesh_on(_Connecting.NAME, 2))
     matrices = [p for p in model.parameters() if p.ndim == 2]
     layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=2.0**-6), model)
-    assert any(handle.gradients.parts for handle in get_state(model).handles), "of unequal sizes"
+    assert any(handle.gradients.replica_part_sizes for handle in get_state(model).handles), "of unequal sizes"
     _Connecting.built = True
     integer_loss(model, integer_batch(rank=rank)).backward()
 

@@ -53,7 +53,7 @@ def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_pa
     assert abs(other - last) < (1e-3 if optimizer == "adamw" else 1e-2)  # Muon's arithmetic is in bf16
 
 
-def _full_precision_dtypes(rank: int) -> set[torch.dtype]:
+def _compute_dtypes(rank: int) -> set[torch.dtype]:
     """Return the compute dtypes of the demo's model with the default of --dtype."""
     with mock.patch.object(train_gpt, "run", train_gpt.build):
         trainer = train_gpt.main([*ARGS, "--device", "cpu"])
@@ -61,7 +61,7 @@ def _full_precision_dtypes(rank: int) -> set[torch.dtype]:
 
 
 def test_a_demo_computes_in_fp32_on_a_cpu_by_default() -> None:
-    assert run_ranks(_full_precision_dtypes, world_size=2) == [{torch.float32}] * 2
+    assert run_ranks(_compute_dtypes, world_size=2) == [{torch.float32}] * 2
 
 
 def _losses_with_codecs(rank: int) -> list[float]:
