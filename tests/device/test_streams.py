@@ -364,6 +364,33 @@ def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators
     run_ranks(_gathers_between_replicas)
 
 
+def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
+    """Return the outputs of a bf16 model that computes with its masters after each of three steps."""
+    model = _shard(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    outputs = []
+    for step in range(3):
+        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), layerzero.full_precision(model):
+            outputs.append(model(torch.ones(2, 5)).clone())
+    return outputs
+
+
+def _evaluates_late(rank: int, zero3_size: int) -> None:
+    register()
+    mesh, expected = mesh_on(NAME, zero3_size), _outputs_in_full_precision(mesh_of(zero3_size), rank)
+    with Device().installed():
+        found = _outputs_in_full_precision(mesh, rank)
+    assert all(map(torch.equal, found, expected)), (found, expected)
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_full_precision_waits_for_late_gathers(zero3_size: int) -> None:
+    run_ranks(_evaluates_late, zero3_size)
+
+
 def _gathers_after_a_launch(rank: int) -> None:
     """A collective on the backend's stream is in flight when a gather of the same communicator is launched."""
     register()
