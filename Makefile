@@ -68,6 +68,7 @@ coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of the
 docs: $(VENV)/docs  ## the documentation site, in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Each worker builds the site, and the pages are divided between the workers.
 pages: $(VENV)/docs  ## the site and the report of a plan in Chromium: no page is wider than the window, the search finds names
 	$(PYTEST) --dist load tests/project/test_site.py tests/planning/test_plan_report.py -k "test_site or rendered" $(ARGS)
 

@@ -235,7 +235,7 @@ def _write_back(
 ) -> None:
     """Copy this rank's rows of the full parameters and gradients to the masters and the sharded gradients."""
     handles = [handle for handle in lz_state.handles if not set(members).isdisjoint(handle.members)]
-    lz_state.refreshes.prepare_master_write(handles)
+    lz_state.refreshes.before_master_write(handles)
     for member in members:
         parameter = parameters.get(member)
         full = None if parameter is None else parameter.detach()
@@ -450,7 +450,7 @@ def load_full_state_dict(
     skipped = set(left_out.missing_keys)
 
     members = {id(member.sharded): member for member in lz_state.members.values()}
-    lz_state.refreshes.prepare_master_write()
+    lz_state.refreshes.before_master_write()
     with torch.no_grad():
         for names in names_of.values():
             target = targets[names[0]]

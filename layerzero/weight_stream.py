@@ -64,7 +64,8 @@ def stream_weights(
         model: a sharded model.
         bucket_bytes: maximum number of bytes that are gathered together. A larger tensor is gathered alone.
         rank0_only: yield tensors on the first rank only. The other ranks of its replica still gather, but yield
-            nothing. Other replicas gather nothing.
+            nothing. Other replicas gather only parameters that tensor or expert parallelism splits, and DTensors of
+            other frameworks.
 
     Raises:
         TypeError, ValueError: `model` is not sharded, `bucket_bytes` is not a positive integer, ranks pass different

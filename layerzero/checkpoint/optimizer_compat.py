@@ -22,7 +22,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.optimizers.compatibility import state_after_a_step
 
-__all__ = ["ParamGroupCompatibility", "key_of", "match_state_type"]
+__all__ = ["GroupCompatibility", "key_of", "match_state_type"]
 
 _NUMBER, _TENSOR, _SEQUENCE, _TABLE = "a number", "a tensor", "a list of values", "a table"
 _ROWS = "a tensor of the parameter's shape"
@@ -39,7 +39,7 @@ def key_of(reference: Any) -> str | None:
     )
 
 
-class ParamGroupCompatibility:
+class GroupCompatibility:
     """Compatibility of one parameter group with its entry in a checkpoint.
 
     Args:

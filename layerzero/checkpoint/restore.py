@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import Decoder, references
-from layerzero.checkpoint.optimizer_compat import ParamGroupCompatibility, key_of, match_state_type
+from layerzero.checkpoint.optimizer_compat import GroupCompatibility, key_of, match_state_type
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
 from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_subclass_entry
@@ -282,13 +282,13 @@ class RestorePlan:
 
     def _check_group(
         self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]
-    ) -> ParamGroupCompatibility:
+    ) -> GroupCompatibility:
         group, saved = optimizer.param_groups[number], {}
         try:
             saved = optimizer.saved_group(group, saved_groups)
         except ValueError as error:
             self.problems.append(str(error))
-        check = ParamGroupCompatibility(
+        check = GroupCompatibility(
             optimizer.inner,
             group,
             saved,
@@ -373,7 +373,7 @@ class RestorePlan:
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # user code may raise; no tensor has been changed yet
-        self._lz_state.refreshes.prepare_master_write()
+        self._lz_state.refreshes.before_master_write()
         return extra
 
     @torch.no_grad()

@@ -258,7 +258,7 @@ class Handle:
         self._free_full()
         self.weights.record_sharded()
         if edited:
-            self.weights.buffer.drop_post_forward_shard()
+            self.weights.buffer.drop_post_forward()
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward, a hook, or an "
                 "embedding with max_norm). The change would be lost"
@@ -348,7 +348,7 @@ class Handle:
         self._invalidate_old_graphs()
 
     def _invalidate_old_graphs(self) -> None:
-        self.weights.buffer.drop_post_forward_shard()  # it contains the old weights
+        self.weights.buffer.drop_post_forward()  # it contains the old weights
         self._gathered_params.bump_version()
         self._version = self._gathered_params.version
 

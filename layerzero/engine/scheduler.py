@@ -174,7 +174,7 @@ class Scheduler(Closable):
                 "layerzero.gathered, which need its weights. Call reshard() afterwards"
             )
         self._ahead.discard(unit)
-        unit.install_sharded()
+        unit.show_sharded()
         unit.reshard()
 
     # Forward
@@ -204,7 +204,7 @@ class Scheduler(Closable):
                 self._forward.prefetched.add(next_unit)
                 self._gather(next_unit)
         self._wait(unit)
-        unit.install_gathered()
+        unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._full_precision_dtypes(unit))
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
@@ -223,7 +223,7 @@ class Scheduler(Closable):
         self._running.remove(call)
         self._ahead.discard(unit)
         if self._is_idle(unit):
-            unit.install_sharded()
+            unit.show_sharded()
         output = unit.cast_output(output, computes_in=self._full_precision_dtypes(unit))
         if not (torch.is_grad_enabled() and self._stays_gathered(unit)):
             output = unit.copy_aliases(output)
@@ -232,7 +232,7 @@ class Scheduler(Closable):
             output, awaits_backward = self._hook_outputs(call, output)
         if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
-            unit.keep_post_forward_shard(self._forward)
+            unit.keep_post_forward(self._forward)
         if not (awaits_backward and self._stays_gathered(unit)) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.next_units(1) == [unit]:
                 self._forward.still_gathered = unit
@@ -356,7 +356,7 @@ class Scheduler(Closable):
                 self._gather(unit)
             for unit in units:
                 self._wait(unit)
-                unit.install_gathered()
+                unit.show_gathered()
                 for handle in unit.handles:
                     handle.used_in_context = True
             with self._saved_tensors_hooks(use):
@@ -368,7 +368,7 @@ class Scheduler(Closable):
             self._uses.remove(use)
             for unit in units:
                 if self._is_idle(unit):
-                    unit.install_sharded()
+                    unit.show_sharded()
                     if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
 
@@ -432,7 +432,7 @@ class Scheduler(Closable):
             self._gather(unit)
         for unit in use.units:
             self._wait(unit)
-            unit.install_gathered()
+            unit.show_gathered()
 
     def _end_uses_after(self, backward: BackwardPass, call: UnitCall) -> None:
         """End the uses of gathered weights that began after `call` had returned, and free their units."""
@@ -487,7 +487,7 @@ class Scheduler(Closable):
         if not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
         self._wait(unit)
-        unit.install_gathered()
+        unit.show_gathered()
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
@@ -640,7 +640,7 @@ class Scheduler(Closable):
         finished = {call.forward_pass for call in backward.gathered_calls} - {None}
         for unit in self._units:
             if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
-                unit.drop_post_forward_shard(finished) if self.is_held(unit) else unit.end_backward(finished)
+                unit.drop_post_forward(finished) if self.is_held(unit) else unit.end_backward(finished)
         self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None
         if backward.requires_gradient_sync:

@@ -102,7 +102,7 @@ class Unit:
         for handle in self.handles:
             handle.gather()
 
-    def keep_post_forward_shard(self, forward: object) -> None:
+    def keep_post_forward(self, forward: object) -> None:
         """Keep a post-forward shard for the backward pass of `forward`, if the unit uses post-forward shards.
 
         Call this method before resharding.
@@ -111,7 +111,7 @@ class Unit:
             return
         self._kept_for = weakref.ref(forward)
         for handle in self.handles:
-            handle.weights.buffer.keep_post_forward_shard()
+            handle.weights.buffer.keep_post_forward()
 
     def reshard(self) -> None:
         for handle in self.handles:
@@ -190,26 +190,26 @@ class Unit:
     def release(self, passed: Collection[object] | None = None) -> None:
         """Install the sharded parameters in the modules and free the full buffer and the post-forward shard.
 
-        See :meth:`drop_post_forward_shard` for `passed`.
+        See :meth:`drop_post_forward` for `passed`.
         """
-        self.install_sharded()
+        self.show_sharded()
         self.reshard()
-        self.drop_post_forward_shard(passed)
+        self.drop_post_forward(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
         """Release the unit after a backward pass. Keep the full buffer if `reshard_after_backward` is False."""
         if self.reshard_after_backward:
             self.release(passed)
         else:
-            self.install_sharded()
-            self.drop_post_forward_shard(passed)
+            self.show_sharded()
+            self.drop_post_forward(passed)
 
-    def drop_post_forward_shard(self, passed: Collection[object] | None = None) -> None:
+    def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
         """Free the post-forward shard if the forward pass that kept it is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
-            handle.weights.buffer.drop_post_forward_shard()
+            handle.weights.buffer.drop_post_forward()
 
-    def install_gathered(self) -> None:
+    def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:
             current = parameters.get(attribute)
             if (
@@ -220,7 +220,7 @@ class Unit:
                 raise replaced_param_error(member)
             parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated
 
-    def install_sharded(self) -> None:
+    def show_sharded(self) -> None:
         for parameters, attribute, member in self._places:
             parameters[attribute] = member.sharded
 

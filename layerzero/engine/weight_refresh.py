@@ -68,7 +68,7 @@ class WeightRefresher:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward, outside_step=outside_step).end()
 
-    def prepare_master_write(self, handles: Sequence[Handle] | None = None, *, outside_step: bool = True) -> None:
+    def before_master_write(self, handles: Sequence[Handle] | None = None, *, outside_step: bool = True) -> None:
         """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
 
         All ranks must call this method before the write, and :meth:`launch` after it, with the same `outside_step`.

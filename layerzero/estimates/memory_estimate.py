@@ -1,6 +1,6 @@
 """Predict the memory and traffic of a rank from the specs of its units.
 
-:func:`predicted_memory` adds weights, gradients, full buffers (full_buffers.py) and scratch buffers
+:func:`estimate_memory` adds weights, gradients, full buffers (full_buffers.py) and scratch buffers
 (scratch_buffers.py). :func:`optimizer_bytes` returns the size of the optimizer state. planning/estimator.py adds both
 for :func:`layerzero.plan`, with the activations. In a run, :func:`layerzero.memory` measures the optimizer state.
 """
@@ -29,7 +29,6 @@ __all__ = [
     "estimate_memory",
     "held_bytes",
     "optimizer_bytes",
-    "predicted_memory",
     "predicted_traffic",
 ]
 
@@ -42,13 +41,6 @@ class MemoryEstimate:
 
     kinds: dict[str, int]  # memory by kind, as in `layerzero.MemoryReport`
     peak: int  # maximum memory on the device at any time during a step
-
-
-def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
-    """Return the memory estimate of the rank for which `units` were planned."""
-    traits = units[0].traits
-    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, traits)
-    return estimate_memory(units, config, scratch=scratch.nbytes)
 
 
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
@@ -69,13 +61,19 @@ def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
     return total
 
 
-def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:
-    """Return the predicted memory of a rank.
+def estimate_memory(
+    units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int | None = None
+) -> MemoryEstimate:
+    """Return the predicted memory of the rank for which `units` were planned.
 
     Args:
         units: specs of all units on the rank. The root must be first.
-        scratch: size in bytes of the scratch buffers for reductions, which is included in the result.
+        scratch: size in bytes of the scratch buffers for reductions, which is included in the result. If None, it is
+            planned from `units`.
     """
+    if scratch is None:
+        handles = [handle for unit in units for handle in unit.handles]
+        scratch = plan_scratch(handles, config, units[0].traits).nbytes
     kinds: Counter[str] = Counter()
     for unit in units:
         for handle in unit.handles:

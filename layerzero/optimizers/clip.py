@@ -87,7 +87,9 @@ def _gradients(lz_state: LayerZeroState) -> list[Tensor]:
 
 
 def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Return the sum of ``abs(g) ** norm_type`` over one model's gradients, or their largest absolute value for inf.
+    """Return the sum of ``abs(g) ** norm_type`` over all gradients of one model, on all of its ranks.
+
+    For the infinity norm, return the largest absolute value.
 
     Returns:
         0-dim fp32 tensor. For the infinity norm, the bits of the fp32 value, as a 0-dim int32 tensor.

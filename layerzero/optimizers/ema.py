@@ -156,7 +156,7 @@ class EMA:
 
     @torch.no_grad()
     def _write_masters(self, values: list[Tensor]) -> None:
-        self._lz_state.refreshes.prepare_master_write(self._handles)
+        self._lz_state.refreshes.before_master_write(self._handles)
         for handle, value in zip(self._handles, values, strict=True):
             handle.weights.master.copy_(value)
         self._lz_state.refreshes.launch(self._handles)

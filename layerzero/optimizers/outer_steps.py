@@ -451,7 +451,7 @@ class OuterSteps:
 
     def _broadcast_first_site(self) -> None:
         """Copy the weights of the first site to the other sites."""
-        self._lz_state.refreshes.prepare_master_write()
+        self._lz_state.refreshes.before_master_write()
         with torch.no_grad():
             for handle in self._lz_state.handles:
                 master, device = handle.weights.master, self._lz_state.mesh_info.device
@@ -606,7 +606,7 @@ class OuterSteps:
             fragment.velocity.mul_(self.settings.momentum).add_(deltas.mean)
             update = deltas.mean + self.settings.momentum * fragment.velocity
         fragment.anchor.sub_(update, alpha=self.settings.lr)
-        self._lz_state.refreshes.prepare_master_write(fragment.handles, outside_step=False)
+        self._lz_state.refreshes.before_master_write(fragment.handles, outside_step=False)
         for (handle, start_part), (_, anchor) in zip(
             fragment.parts(start), fragment.parts(fragment.anchor), strict=True
         ):

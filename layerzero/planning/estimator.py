@@ -16,7 +16,7 @@ from layerzero.comm.codecs import ParamRows
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
-from layerzero.estimates.memory_estimate import device_bytes, optimizer_bytes, predicted_memory
+from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
@@ -333,7 +333,7 @@ class Estimator:
 
     def _memory_of_units(self, choice: Candidate) -> tuple[dict[str, int], int]:
         config, units = self.config(choice), self.unit_specs(choice)
-        estimate = predicted_memory(units, config)
+        estimate = estimate_memory(units, config)
         optimizer_kind = "host_optimizer" if config.offload_optimizer else "optimizer"
         memory = {**estimate.kinds, optimizer_kind: optimizer_bytes(units, _STATE)}
         return memory, estimate.peak + memory.get("optimizer", 0)

@@ -31,7 +31,7 @@ from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
-from layerzero.sharding.meta_init import TensorFromMeta, fill_sentinel, has_sentinel
+from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
 
@@ -394,7 +394,7 @@ def build_unit(
     site: UnitMesh,
     mesh: MeshResources,
     param_init_fn: InitFn | None,
-) -> tuple[Unit, list[TensorFromMeta]]:
+) -> tuple[Unit, list[UninitializedTensor]]:
     """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
     Units are built one at a time, so that at most one unit has full tensors at any time.
@@ -440,7 +440,7 @@ def build_unit(
     unit = Unit(
         plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
-    unit.install_sharded()
+    unit.show_sharded()
     return unit, uninitialized
 
 
@@ -472,12 +472,12 @@ def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
 
 
-def _tensors_on_meta(plan: UnitDefinition) -> list[TensorFromMeta]:
+def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
     parameters = [
-        TensorFromMeta(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
+        UninitializedTensor(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
     ]
     buffers = [
-        TensorFromMeta(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
+        UninitializedTensor(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
         for module, module_name in plan.modules.items()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
@@ -485,7 +485,9 @@ def _tensors_on_meta(plan: UnitDefinition) -> list[TensorFromMeta]:
     return [*parameters, *buffers]
 
 
-def _uninitialized_tensors(plan: UnitDefinition, was_on_meta: Sequence[TensorFromMeta]) -> list[TensorFromMeta]:
+def _uninitialized_tensors(
+    plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]
+) -> list[UninitializedTensor]:
     parameters = {info.name: info.parameter for info in plan.parameters}
     uninitialized = []
     for candidate in was_on_meta:

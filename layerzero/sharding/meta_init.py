@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from layerzero.comm.agreement import require_equal
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["TensorFromMeta", "fill_sentinel", "has_sentinel", "initialization_check"]
+__all__ = ["UninitializedTensor", "fill_sentinel", "has_sentinel", "initialization_check"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 8  # maximum number of names in an error
 
 
 @dataclass(frozen=True, eq=False)
-class TensorFromMeta:
+class UninitializedTensor:
     """Parameter or buffer that was on the meta device and may still be uninitialized."""
 
     name: str  # fully qualified
@@ -70,7 +70,7 @@ def has_sentinel(tensor: Tensor) -> bool:
 
 
 def initialization_check(
-    unwritten: Sequence[TensorFromMeta], members: Mapping[str, ManagedParam], ranks: Sequence[int]
+    unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
     """Return a function that checks in the first forward that all tensors are initialized. All ranks must call it.
 
@@ -85,7 +85,7 @@ def initialization_check(
     return refuse_uninitialized
 
 
-def _failure_message(uninitialized: Sequence[TensorFromMeta]) -> str:
+def _failure_message(uninitialized: Sequence[UninitializedTensor]) -> str:
     loaded = [each.name for each in uninitialized if each.is_in_states]
     buffers = [each for each in uninitialized if not each.is_in_states]
     sentences = []

@@ -60,7 +60,7 @@ from layerzero.sharding.build_units import (
     settings_to_compare,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
-from layerzero.sharding.meta_init import TensorFromMeta, initialization_check
+from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.unit_meshes import (
@@ -367,7 +367,7 @@ def _build(
     }
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
-    uninitialized: list[TensorFromMeta] = []
+    uninitialized: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         origins += [(info.parameter, info.name) for info in plan.parameters]

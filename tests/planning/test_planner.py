@@ -21,7 +21,7 @@ from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
-from layerzero.estimates.memory_estimate import optimizer_bytes, predicted_memory
+from layerzero.estimates.memory_estimate import estimate_memory, optimizer_bytes
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
 from layerzero.planning.estimator import _CRITERIA, StepCost, selection_reason, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
@@ -157,7 +157,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
             in_host = settings.get("offload_params", False)
             where = traits_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).unit_specs(config, where)
-            found = predicted_memory(units, config)
+            found = estimate_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
             state = optimizer_bytes(units, 2)
             planned = {**found.kinds, kind: state}

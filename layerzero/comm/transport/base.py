@@ -129,10 +129,10 @@ class FullBuffer(ABC):
     def free(self) -> None:  # noqa: B027 - a resident buffer frees nothing
         """Free the memory of `full`."""
 
-    def keep_post_forward_shard(self) -> None:  # noqa: B027
+    def keep_post_forward(self) -> None:  # noqa: B027
         """Keep a post-forward shard of the gathered buffer, if the options enable it."""
 
-    def drop_post_forward_shard(self) -> None:  # noqa: B027
+    def drop_post_forward(self) -> None:  # noqa: B027
         """Free the post-forward shard."""
 
     def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:  # noqa: B027

@@ -165,10 +165,10 @@ class GatheredFullBuffer(FullBuffer):
     def free(self) -> None:
         self._pool.free(self.full.untyped_storage())
 
-    def keep_post_forward_shard(self) -> None:
+    def keep_post_forward(self) -> None:
         self._post_forward.keep()
 
-    def drop_post_forward_shard(self) -> None:
+    def drop_post_forward(self) -> None:
         self._post_forward.drop()
 
 

@@ -200,15 +200,15 @@ def _post_forward(rank: int, name: str) -> None:
         for again in range(2):
             gather(buffer)
             mesh_info.counters.take()
-            buffer.keep_post_forward_shard()
+            buffer.keep_post_forward()
             buffer.free()
             assert buffer.has_post_forward_shard is kept and buffer.nbytes == buffer.post_forward_bytes
             if again:
-                buffer.drop_post_forward_shard()
+                buffer.drop_post_forward()
                 assert not buffer.has_post_forward_shard and buffer.nbytes == 0
             assert torch.equal(gather(buffer), full_of(0, layout, world))
             assert mesh_info.counters.calls == {"regather" if kept and not again else "gather": 1}
-            buffer.drop_post_forward_shard()
+            buffer.drop_post_forward()
             buffer.free()
 
 
