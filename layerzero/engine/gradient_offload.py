@@ -117,11 +117,6 @@ class OffloadedStorage(GradientStorage):
     def host_bytes(self) -> int:
         return 0 if self._host is None else self._host.untyped_storage().nbytes()
 
-    @property
-    def is_blocked(self) -> bool:
-        with self.guard:
-            return self._unit_accumulators.slab is None and self._slabs.find_unleased_slab() is None
-
     def open(self, *, keep: bool) -> Tensor:
         with self.guard:
             device = self._enter_slab(keep=keep)
@@ -133,8 +128,7 @@ class OffloadedStorage(GradientStorage):
 
     def prefetch(self, *, keep: bool) -> None:
         with self.guard:
-            if not self.is_blocked:
-                self._enter_slab(keep=keep)
+            self._enter_slab(keep=keep)
 
     def close(self, *, keep: bool) -> None:
         with self.guard:

@@ -146,7 +146,7 @@ class GradientReducer:
             self.lazy_grad.resolve()
             if handle.grads is not None:
                 handle.grads.apply_user_grads()
-        self.queue.wait_until_writable(gradients)
+        gradients.wait_until_writable()
         with torch.no_grad():
             return gradients.incoming.expose(slot)
 

@@ -91,11 +91,6 @@ class GradientStorage(ABC):
         """True while the memory must not move, because a collective reads it or adds its result to it."""
         return self._leases > 0
 
-    @property
-    def is_blocked(self) -> bool:
-        """True if the storage cannot be opened until a collective that reads another storage has completed."""
-        return False
-
     def lease(self) -> Lease:
         """Return a lease that keeps the memory in place while a collective is in flight."""
         self._leases += 1

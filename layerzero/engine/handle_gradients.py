@@ -212,7 +212,7 @@ class HandleGradients:
     def clear_residual(self) -> None:
         """Discard the errors of the previous encoded messages."""
         if self.residual is not None:
-            self._wait_for_reduction()
+            self.wait_for_reduction()
             self.residual.zero_()
 
     # State
@@ -255,18 +255,6 @@ class HandleGradients:
                 self.usage[slot] = GradUsage.PUBLISHED
 
     @property
-    def is_blocked(self) -> bool:
-        """True if the accumulator cannot be used until an in-flight collective has finished."""
-        return self.reduction is not None or (
-            not self.accumulator.storage.lasting and self.accumulator.storage.is_blocked
-        )
-
-    @property
-    def incoming_is_blocked(self) -> bool:
-        """True if no gradient can be received until an in-flight collective has finished."""
-        return self.incoming is self.accumulator and self.is_blocked
-
-    @property
     def benefits_from_no_sync(self) -> bool:
         """True if a backward pass inside no_sync runs fewer collectives than one outside no_sync."""
         return len(self.spec.stages) > len(self._accumulating)
@@ -280,6 +268,11 @@ class HandleGradients:
             reduces: True if the pass reduces gradients over all ranks.
         """
         self._reduces = reduces
+
+    def wait_until_writable(self) -> None:
+        """Wait until gradients can be added to the incoming buffer, which an in-flight reduction may use."""
+        if self.incoming is self.accumulator:
+            self.wait_for_reduction()
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Add the full gradient of one parameter. It has the parameter's shape and any floating-point dtype."""
@@ -355,18 +348,20 @@ class HandleGradients:
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
         """Add this rank's rows of a gradient without reducing them. `rows` has the shape of the master."""
-        self._wait_for_reduction()
+        self.wait_for_reduction()
         self.final.add(slot, rows)
         self.final.close_until_write()
         self.usage[slot] = GradUsage.CONTRIBUTED
 
-    def _wait_for_reduction(self) -> None:
+    def wait_for_reduction(self) -> None:
+        """Wait for the in-flight reduction, if any, which uses the buffers."""
         if self.reduction is not None:
             self.reduction.wait()
+            self.reduction = None
 
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""
-        self._wait_for_reduction()
+        self.wait_for_reduction()
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         self.record_drop(slots)
@@ -385,7 +380,7 @@ class HandleGradients:
 
     def replace_rows(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient. `rows` has the shape of the master."""
-        self._wait_for_reduction()
+        self.wait_for_reduction()
         self.final.overwrite(slot, rows)
         self._make_final_readable()
 

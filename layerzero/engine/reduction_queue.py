@@ -41,8 +41,9 @@ __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
 # Maximum number of reductions that may be in their first and in their second collective. At the maximum, the host waits
 # for the oldest reduction. Each reduction keeps the gradients of a unit in memory: full gradients in the first
-# collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. If more than one first collective
-# were in flight, ranks that use both slabs (gradient_offload.py) could launch reductions in a different order.
+# collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. A first collective may use one of
+# the two slabs (gradient_offload.py). The gradients that arrive meanwhile need the other slab, so only one first
+# collective may be in flight.
 IN_FLIGHT = (1, 2)
 
 
@@ -95,7 +96,7 @@ class ReductionQueue:
     def finish_accumulated(self) -> None:
         """Reduce the gradients that backward passes inside no_sync have accumulated."""
         for gradients in self.order:
-            self.wait_until_writable(gradients)
+            gradients.wait_for_reduction()
             self._reducing.append(gradients)
             self._start_reduction(gradients.create_accumulated_reduction())
         self.wait_for_in_flight()
@@ -121,15 +122,6 @@ class ReductionQueue:
         if self._unit_calls == max(1, self._expected_unit_calls // 2):
             self.trim()
 
-    def wait_until_writable(self, gradients: HandleGradients) -> None:
-        """Wait until gradients can be added to the buffers of `gradients`."""
-        if gradients.reduction is not None:
-            gradients.reduction.wait()
-            gradients.reduction = None
-        for events in self._events:  # reductions of other handles, which may use the memory that this handle needs
-            while gradients.is_blocked and events:
-                events.popleft().wait()
-
     def drain(self) -> None:
         """End a failed backward pass, and make later work wait for the gradients that have arrived.
 
@@ -146,8 +138,6 @@ class ReductionQueue:
         """Return the reduction of the next handle, or None if the handle needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
-        if self._waits_after_no_sync:
-            self.wait_until_writable(gradients)
         self._reducing.append(gradients)
         return gradients.create_reduction(across_replicas=across_replicas)
 

@@ -585,8 +585,7 @@ class Scheduler(Closable):
         gradient = (member := handle.members[slot]).spec.local_grad(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} has a sparse gradient. Build its module with sparse=False")
-        if gradients.incoming_is_blocked:
-            self._gradients.queue.wait_until_writable(gradients)
+        gradients.wait_until_writable()
         if wrote_main_grad:
             gradients.record_main_grad(slot)
         if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):

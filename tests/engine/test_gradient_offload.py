@@ -36,6 +36,7 @@ from tests.support.graphs import (
     run_script,
     shard,
 )
+from tests.support.late_device import Device, DeviceCopies, Stream
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
     IntegerNet,
@@ -84,17 +85,17 @@ def test_an_unclosed_accumulator_is_stored_when_another_unit_needs_its_slab() ->
 
 
 def test_a_busy_accumulator_keeps_its_slab() -> None:
-    (first, second, third, _), _ = _accumulators()
-    leases = []
-    for each in (first, second):
-        each.open(keep=False).fill_(1)
-        leases.append(each.lease())
-    assert third.is_blocked and not first.is_blocked
-    third.prefetch(keep=False)  # nothing happens
-    leases[1].end()
-    assert not third.is_blocked
-    third.open(keep=False)
-    assert first.open(keep=True).eq(1).all()
+    (first, *others), _ = _accumulators()
+    opened = first.open(keep=False).fill_(1)
+    lease = first.lease()
+    for other in others:
+        other.prefetch(keep=False)
+        other.open(keep=False).fill_(2)
+    assert first.open(keep=True).data_ptr() == opened.data_ptr() and opened.eq(1).all()
+    lease.end()
+    for other in others:
+        other.open(keep=True)
+    assert opened.eq(2).all() and first.open(keep=True).eq(1).all(), "another accumulator has used the slab"
 
 
 def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
@@ -106,6 +107,28 @@ def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
         assert not accumulators[0].open(keep=True).eq(0).any()
         with pytest.raises(AssertionError, match="written before a copy"):
             transfers.wait(10**6)
+
+
+def _grows(rank: int) -> None:
+    """A slab is replaced by a larger one while another stream still reads it."""
+    with Device().installed() as device:
+        side, allocator = Stream(), AccumulatorAllocator(CPU, DeviceCopies(CPU))
+        small, read = allocator.make("small", 4, torch.float32), torch.empty(4)
+        opened = small.open(keep=False).fill_(1)
+        side.wait_event(device.current_stream().record_event())
+        with device.stream(side):
+            read.copy_(small.open(keep=True))
+        small.close(keep=False)
+        large = [allocator.make(f"large {index}", 64, torch.float32) for index in range(2)]
+        for each in large:
+            each.prefetch(keep=False)
+        opened.fill_(2)  # the next owner of the freed memory
+        device.current_stream().wait_stream(side)
+        assert read.eq(1).all()
+
+
+def test_a_slab_is_freed_after_its_last_use_on_another_stream() -> None:
+    run_ranks(_grows, world_size=1)
 
 
 # The engine

@@ -39,7 +39,7 @@ from layerzero.device.buffer_pools import DeviceBufferPool
 from layerzero.device.streams import DeviceStream, _DeviceEvents
 from tests.support import wrapped_gloo
 
-__all__ = ["NAME", "Device", "register"]
+__all__ = ["NAME", "Device", "DeviceCopies", "register"]
 
 NAME = "device"
 _MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.scheduler", "estimates.specs")
@@ -188,7 +188,9 @@ def _poison(buffer: Tensor) -> None:
     buffer.fill_(torch.nan if buffer.is_floating_point() else 77)
 
 
-class _LateTransfers(HostDeviceCopies):
+class DeviceCopies(HostDeviceCopies):
+    """Copies between the simulated device and the host."""
+
     def device_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -241,7 +243,7 @@ class Device:
         with ExitStack() as stack:
             for module in _MODULES:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
-            stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
+            stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", DeviceCopies))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
             stack.enter_context(mock.patch.object(DeviceStream, "keep_until_done", self._keep))
             stack.enter_context(mock.patch.object(_DeviceEvents, "query", _query))
