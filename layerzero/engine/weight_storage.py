@@ -185,6 +185,7 @@ class WeightStorage:
 
         All ranks must call this method between passes.
         """
+        self.finish_refresh()
         mesh_info, old_layout = self.mesh_info, self.layout
         self.refresh_in_full = True
         own_slice = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
@@ -193,7 +194,6 @@ class WeightStorage:
         if self.shares_master:
             self.master = self._new_master()
             return
-        self.finish_refresh()
         all_masters = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=mesh_info.device)
         own_master = self.master.to(mesh_info.device)
         parts = mesh_info.grid.replica_part_sizes(old_layout)

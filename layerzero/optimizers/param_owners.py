@@ -219,7 +219,6 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
         lz_state.refreshes.launch_deferred()
         lz_state.refreshes.refresh_edited()
     for handle in moved_handles:
-        handle.weights.finish_refresh()
         handle.change_layout(plan[handle])
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all

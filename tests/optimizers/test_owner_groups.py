@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
+from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
+from layerzero.engine.weight_storage import WeightStorage
+from layerzero.layout.flat_layout import FlatLayout
 from layerzero.optimizers import param_owners
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from layerzero.optimizers.param_owners import owners_of
@@ -35,8 +40,16 @@ from tests.optimizers.test_owner_meshes import (
     tensor_parallel,
 )
 from tests.optimizers.test_owner_state import state_alone, whole_state
-from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
-from tests.support.ranks import run_ranks
+from tests.support.models import (
+    IntegerNet,
+    different,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
+from tests.support.ranks import mesh_of, run_ranks
 
 # A second optimizer over the same parameters
 
@@ -65,6 +78,39 @@ def _second(rank: int, names: tuple[str, str]) -> None:
 @pytest.mark.parametrize("names", [("each matrix", "whole stack"), ("whole stack", "each matrix")])
 def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(names: tuple[str, str]) -> None:
     run_ranks(_second, names)
+
+
+def _moves_edited_rows(rank: int) -> None:
+    """Rows move to other ranks after an edit, whose refresh some ranks launch late."""
+    model, net = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS), integer_net()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *net.parameters()):
+            parameter.mul_(3)
+    expected, moved = dict(net.named_parameters()), []
+    launch, change = WeightStorage.launch_refresh, Handle.change_layout
+
+    def launch_late(weights: WeightStorage, **settings: Any) -> None:
+        time.sleep(0.2 if rank >= 2 else 0)
+        launch(weights, **settings)
+
+    def change_and_compare(handle: Handle, layout: FlatLayout) -> None:
+        change(handle, layout)
+        for member in handle.members:
+            rows = member.spec.rows
+            assert torch.equal(member.sharded.to_local(), expected[member.name][rows.start : rows.stop]), member.name
+            moved.append(member.name)
+
+    matrices_of_model = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    with (
+        mock.patch.object(WeightStorage, "launch_refresh", launch_late),
+        mock.patch.object(Handle, "change_layout", change_and_compare),
+    ):
+        layerzero.shard_optimizer(torch.optim.Muon(matrices_of_model), model)
+    assert moved
+
+
+def test_rows_move_with_the_values_of_an_edit() -> None:
+    run_ranks(_moves_edited_rows)
 
 
 def _too_late(rank: int) -> None:
