@@ -26,6 +26,7 @@ from layerzero.layout.shard_grid import Extent
 from layerzero.utils.lossless_differences import LosslessDifferences
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
+from tests.support.late_threads import late_threads
 from tests.support.models import different, full_parameters
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, load, make_adamw, make_muon, refresh, update
@@ -62,6 +63,38 @@ def _bits(model: nn.Module) -> list[Tensor]:
 def _assert_same(models: list[nn.Module], case: object) -> None:
     plain, encoded = map(_bits, models)
     assert all(map(torch.equal, plain, encoded)), case
+
+
+# --- masters that a thread may read ---
+
+
+def _writes_after_refreshes(rank: int) -> None:
+    model = _shard(2, "lossless")
+    state, sgd = get_state(model), sys.modules["torch.optim.sgd"]
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    _step(model, [optimizer], rank, 0)
+    _backward(model, rank, 1)
+    weights = {handle.weights.master.untyped_storage().data_ptr(): handle.weights for handle in state.handles}
+    write, written = sgd.sgd, set()
+
+    def checked(parameters: list[Tensor], *args: Any, **settings: Any) -> None:
+        masters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        assert not any(weights[master].is_refreshing for master in masters)
+        written.update(masters)
+        write(parameters, *args, **settings)
+
+    with late_threads(0.05), mock.patch.object(sgd, "sgd", checked):
+        for _ in range(2):
+            optimizer.step()
+            assert any(each.is_refreshing for each in weights.values())
+        state.refreshes.before_master_write()
+        assert not any(each.is_refreshing for each in weights.values())
+        state.refreshes.launch()
+    assert written == set(weights)
+
+
+def test_masters_are_written_when_no_thread_encodes_them() -> None:
+    run_ranks(_writes_after_refreshes)
 
 
 # --- same bits ---

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import layerzero
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.megatron import arguments as flags
 from layerzero.sharding.launchers import connections_warning
-from tests.support.late_device import NAME, Device, register
+from tests.support.late_device import NAME, Device, DeviceCopies, register
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -129,6 +130,19 @@ def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, c
             assert all("one hardware queue" in line and line.endswith(ending) for line in lines), lines
 
 
+def _copies_to_the_host(rank: int) -> None:
+    with Device().installed():
+        copies = DeviceCopies(torch.device("cpu"))
+        source, target = torch.empty(4), copies.host_buffer(4, torch.float32)
+        for value in range(10):
+            copies.finish(copies.copy(target, source.fill_(value), to_host=True))
+            assert target.eq(value).all()
+
+
+def test_the_host_waits_for_a_late_copy() -> None:
+    run_ranks(_copies_to_the_host, world_size=1)
+
+
 class _Log:
     """Streams whose events and waits are recorded."""
 
@@ -176,6 +190,11 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_cache: bool)
             device.now = "other"
             pool.allocate(storage, 32)
             assert device.log == ["ahead waits for event on compute"]
+            pool.free(storage)
+            device.now = "ahead"
+            device.log.clear()
+            pool.allocate(storage, 32)  # reuses cached memory, whose last use was on another stream
+            assert device.log == ["ahead waits for event on other"]
 
 
 def _side_streams_after_a_failure(rank: int) -> None:
@@ -194,16 +213,20 @@ def _side_streams_after_a_failure(rank: int) -> None:
 
         handle = model.first.register_forward_hook(watch)
         loss = integer_loss(model, integer_batch(rank=rank))
-        with mock.patch.object(
-            type(streams), "record_gradients_event", autospec=True, side_effect=type(streams).record_gradients_event
-        ) as landed:
+        record, events = type(streams).record_gradients_event, []
+
+        def recording(streams: DeviceStreams) -> mock.Mock:
+            events.append(mock.Mock(wraps=record(streams)))
+            return events[-1]
+
+        with mock.patch.object(type(streams), "record_gradients_event", recording):
             with pytest.raises(_Seen):
                 loss.backward()
-            before = landed.call_count
+            before = len(events)
             model.zero_grad()
             handle.remove()
             integer_loss(model, integer_batch(rank=rank))
-            assert landed.call_count == before + 1, "waited for where the pass is given up"
+            assert len(events) == before + 1 and events[-1].wait.called, "waited for where the pass is given up"
 
 
 def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:

@@ -80,7 +80,7 @@ def _two_in_turn(rank: int) -> None:
         pool, side = BufferPool.of(CPU), Stream()
         assert isinstance(pool, DeviceBufferPool)
         pool.set_predicted({(4, torch.float32): 2, (16, torch.float32): 1}, 64 + 16)
-        addresses = []
+        addresses, large = [], torch.empty(16)
         for numel in (16, 4, 4, 4, 4):
             buffer = pool.acquire(numel, torch.float32)
             buffer.fill_(len(addresses))
@@ -89,10 +89,14 @@ def _two_in_turn(rank: int) -> None:
             side.wait_event(written)
             with device.stream(side):
                 buffer.mul_(2)
+                if numel == 16:
+                    buffer.add_(5)
+                    large.copy_(buffer)
                 pool.release(buffer)
             assert pool.held_bytes <= 64 + 16
         assert pool.most_bytes == 64 + 16
         assert addresses[3:] == addresses[1:3], "two take turns, once the large one has made room"
+        assert large.eq(5).all(), "the memory of the large one is returned after its last use"
         fifth = pool.acquire(4, torch.float32)
         assert fifth.data_ptr() == addresses[1] and fifth.eq(6).all(), "it has waited for the last use"
         pool.release(fifth)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -87,9 +89,9 @@ def _on_another_stream(device: Device) -> Iterator[None]:
 
 SETTINGS = [
     {"accumulation": mode, "offload_grads": offload, **policy}
-    for mode in ("sharded", "full", "local")
-    for offload in (False, True)
     for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
+    for offload in (False, True)
+    for mode in ("sharded", "full", "local")
 ]
 SETTINGS += [
     {"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded", "local")
@@ -125,7 +127,7 @@ def _compare(rank: int, zero3_size: int, path: str, stride: int) -> list[list[st
     ("world_size", "zero3_size"),
     [(4, 2), *(pytest.param(*grid, marks=pytest.mark.exhaustive) for grid in [(2, 2), (4, 1)])],
 )
-@every_nth_setting(5)
+@every_nth_setting(4)
 def test_late_streams_change_no_bit_and_all_ranks_launch_alike(
     world_size: int, zero3_size: int, stride: int, tmp_path: Any
 ) -> None:
@@ -362,6 +364,52 @@ def _gathers_between_replicas(rank: int) -> None:
 
 def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators() -> None:
     run_ranks(_gathers_between_replicas)
+
+
+def _weights_after_no_sync(mesh: Any, rank: int, *, is_late: bool) -> dict[str, Tensor]:
+    """Return the weights after a step whose backward passes were all inside no_sync.
+
+    If `is_late` is True, the reductions of the last backward pass are in flight when the step begins.
+    """
+    model = layerzero.shard_model(integer_net(), mesh=mesh, units=[])  # one handle, which waits for no other's memory
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    for number in range(2):
+        with layerzero.no_sync(model):
+            loss = integer_loss(model, integer_batch(micro_batch=number, rank=rank))
+            if is_late:
+                get_state(model).gradients._streams.zero3._stream.give(lambda: time.sleep(0.2))
+            loss.backward()
+    optimizer.step()
+    return full_parameters(model)
+
+
+def _steps_after_no_sync(rank: int) -> None:
+    register()
+    mesh, expected = mesh_on(NAME, 2), _weights_after_no_sync(mesh_of(2), rank, is_late=False)
+    with Device().installed():
+        found = _weights_after_no_sync(mesh, rank, is_late=True)
+    assert not different(found, expected)
+
+
+def test_a_step_waits_for_the_reductions_of_the_last_no_sync() -> None:
+    run_ranks(_steps_after_no_sync)
+
+
+def _synchronized(rank: int) -> None:
+    with Device().installed() as device:
+        streams = DeviceStreams(torch.device("cpu"))
+        for stream in (streams.zero3, streams.replica):
+            result = torch.zeros(1)
+            stream.wait_event(streams.record_gradients_event())
+            stream._stream.give(lambda: time.sleep(0.1))
+            stream.run(partial(result.add_, 1))
+            events = deque([stream.record_event()])
+            streams.synchronize([events])
+            assert result == 1 and not events and device.current_stream().computes
+
+
+def test_a_synchronization_waits_for_both_streams() -> None:
+    run_ranks(_synchronized, world_size=1)
 
 
 def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import random
+import itertools
 import threading
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,55 +15,29 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.comm.collectives import PendingReduction
-from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.streams import StreamThread
-from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
+from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStreams
+from layerzero.engine.hooks import get_state
+from tests.support.late_threads import late_reductions, late_threads
+from tests.support.models import (
+    SideBySide,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+)
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
 UNITS = [f"units.{index}" for index in range(4)]
-MOST_LATE = 3e-3  # seconds
 
 Log = dict[str, list[tuple[str, str]]]
-
-
-@contextmanager
-def _late(rank: int) -> Iterator[None]:
-    """Delay waits and additions at random and fill receive buffers with NaN; raise if a buffer in use is written."""
-    draw = random.Random(rank)
-    init, wait, add = PendingReduction.__init__, PendingReduction.wait, PendingReduction.add_to
-    take = BufferPool.acquire
-    sent: dict[int, Tensor] = {}  # by collective in flight
-
-    def launch(pending: PendingReduction, *args: Any, **settings: Any) -> None:
-        init(pending, *args, **settings)
-        sent[id(pending)] = pending.sent.clone()
-
-    def late_wait(pending: PendingReduction, **how: bool) -> None:
-        wait(pending, **how)
-        time.sleep(draw.random() * MOST_LATE)
-        before = sent.pop(id(pending))
-        if not torch.equal(pending.sent.view(torch.uint8), before.view(torch.uint8)):
-            raise AssertionError("written while it was sent")
-
-    def late_add(pending: PendingReduction, *args: Any, **settings: Any) -> None:
-        time.sleep(draw.random() * MOST_LATE)
-        add(pending, *args, **settings)
-
-    def poisoned(pool: BufferPool, *args: Any) -> Tensor:
-        return take(pool, *args).fill_(math.nan)
-
-    with (
-        mock.patch.object(PendingReduction, "__init__", launch),
-        mock.patch.object(PendingReduction, "wait", late_wait),
-        mock.patch.object(PendingReduction, "add_to", late_add),
-        mock.patch.object(BufferPool, "acquire", poisoned),
-    ):
-        yield
 
 
 def _train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
@@ -95,7 +67,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
             offload_grads=offload,
         )
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        with _late(rank), layerzero.trace(model, f"{folder}/{number}-{rank}.json") as trace:
+        with late_reductions(rank), layerzero.trace(model, f"{folder}/{number}-{rank}.json") as trace:
             _train(model, optimizer, [rank])
         assert not different(full_parameters(model), dict(alone.named_parameters())), (mode, offload)
         log = defaultdict(list)
@@ -171,6 +143,66 @@ def test_a_rank_that_fails_alone_lets_nobody_take_one_unit_for_another() -> None
     first, neighbor, opposite, _ = run_ranks(_fails_alone, world_size=4, shared_memory="off", pg_timeout=15)
     assert first == "MemoryError: of rank 0"
     assert "hop 2 of 'units.2' failed" in opposite and "rank 0" in opposite, (opposite, neighbor)
+
+
+class _Reentrant(SideBySide):
+    """Calls each unit twice inside reentrant checkpoints, whose nested backward passes are reduced one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
+        calls = (checkpoint(unit, x.roll(index, 1), use_reentrant=True) for unit in self.units for index in range(2))
+        return sum(calls) + self.last
+
+
+def _gradients_in_parts(rank: int) -> None:
+    warnings.filterwarnings("ignore", "offload_grads=True on cpu")
+    alone = _Reentrant(len(UNITS))
+    for each in range(4):
+        (integer_loss(alone, integer_batch(rank=each)) / 4).backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for mode, offload in itertools.product(("full", "sharded"), (False, True)):
+        settings = {"accumulation": mode, "offload_grads": offload}
+        model = layerzero.shard_model(_Reentrant(len(UNITS)), mesh=mesh_of(2), units=UNITS, **settings)
+        with late_reductions(rank), late_threads(0.02):
+            integer_loss(model, integer_batch(rank=rank)).backward()
+        assert not different(full_gradients(model), expected), settings
+
+
+def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_first_part() -> None:
+    run_ranks(_gradients_in_parts, world_size=4, shared_memory="off")
+
+
+def _has_few_in_flight(rank: int) -> None:
+    """The host waits for the oldest reduction, so that late threads do not need more memory than predicted."""
+    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    scratch = get_state(model).pools.scratch
+    for step in range(2):
+        with late_threads(0.02):
+            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        assert 0 < scratch.most_bytes <= scratch.predicted_bytes, (scratch.most_bytes, scratch.predicted_bytes)
+
+
+def test_late_threads_need_no_more_memory_than_predicted() -> None:
+    run_ranks(_has_few_in_flight, world_size=4, shared_memory="off")
+
+
+def test_an_error_is_raised_after_the_operations_of_all_threads_have_ended() -> None:
+    streams, ended = ThreadStreams(), []
+
+    def fail() -> None:
+        raise DeferredCollectiveError(OSError("lost"), lambda error: ConnectionError(f"explained: {error}"))
+
+    def end_late() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    streams.zero3.run(fail)
+    events = deque([streams.zero3.record_event()])
+    streams.replica.run(end_late)
+    with pytest.raises(ConnectionError, match="explained: lost"):
+        streams.synchronize([events])
+    assert ended and not events, "the caller may reuse the buffers of all operations"
+    streams.close()
 
 
 def _threads() -> list[threading.Thread]:

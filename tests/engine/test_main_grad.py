@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from tests.support.late_threads import late_reductions, late_threads
 from tests.support.late_transfers import LateTransfers
 from tests.support.models import different, full_gradients
 from tests.support.ranks import mesh_of, run_ranks
@@ -103,6 +105,33 @@ def _adds_once(rank: int) -> None:
             wrong = different(full_gradients(model), gradients_alone(net, step, 3))
             assert not wrong, (size, early, offload, step, wrong)
             model.zero_grad(set_to_none=step != 1)
+
+
+class Twice(nn.Module):
+    """Calls each layer twice inside reentrant checkpoints, whose nested backward passes are reduced one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        for layer in self.layers:
+            layer.bias.requires_grad_(False)  # its gradient would arrive and wait before the kernel runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
+        return sum(checkpoint(layer, x * scale, use_reentrant=True) for layer in self.layers for scale in (1, 2))
+
+
+def _adds_in_parts(rank: int) -> None:
+    model = shard(Twice())
+    with late_reductions(rank), late_threads(0.02):
+        run(model, rank, 0, micro_batches=1)
+    wrong = different(full_gradients(model), gradients_alone(Twice, 0, 1))
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_a_kernel_adds_only_after_the_late_reduction_of_an_earlier_part() -> None:
+    run_ranks(_adds_in_parts, world_size=WORLD, shared_memory="off")
 
 
 @pytest.mark.slow

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero.engine.hooks import get_state
+from layerzero.engine.used_params import PendingUsage
 from tests.support.graphs import (
     MODES,
     WIDTH,
@@ -27,7 +31,8 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.ranks import run_ranks
+from tests.support.models import SideBySide
+from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -296,3 +301,32 @@ def _use_again_elsewhere(rank: int) -> None:
 
 def test_what_only_another_rank_adds_to_a_gradient_that_was_shown_is_told_here() -> None:
     run_ranks(_use_again_elsewhere, world_size=WORLD)
+
+
+class _Bias(SideBySide):
+    """Uses its own parameter only in calls for which that is requested."""
+
+    def forward(self, x: Tensor, *, uses_own: bool) -> Tensor:
+        total = sum(unit(x) for unit in self.units)
+        return total + self.last if uses_own else total
+
+
+def _messages_after_unused(rank: int) -> None:
+    """A rank that has not used a parameter sends its second message about it late, from a thread."""
+    model = layerzero.shard_model(_Bias(2), mesh=mesh_of(2), units=["units.0", "units.1"])
+    ranks, relay = get_state(model).ranks, PendingUsage.relay
+
+    def late_relay(pending: PendingUsage) -> None:
+        time.sleep(0.2 if rank == 0 else 0)
+        relay(pending)
+
+    for step in range(3):
+        with mock.patch.object(PendingUsage, "relay", late_relay):
+            model(torch.ones(2, 5), uses_own=rank != 0).sum().backward()
+            assert ranks.all_gather_text(f"{step} {rank}") == [f"{step} {each}" for each in range(WORLD)]
+        assert model.last.grad is not None, "the other ranks have used it"
+        model.zero_grad()
+
+
+def test_other_messages_wait_for_those_about_unused_parameters() -> None:
+    run_ranks(_messages_after_unused, world_size=WORLD)

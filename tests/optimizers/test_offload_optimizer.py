@@ -19,12 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.gradient_storage import HostStorage
 from layerzero.engine.hooks import get_state
 from tests.optimizers import test_grad_scaler
 from tests.support.graphs import (
     WORLD,
 )
+from tests.support.late_device import Device, DeviceCopies, Stream
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
     IntegerNet,
@@ -40,8 +42,34 @@ from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
+CPU = torch.device("cpu")
 MODES = ("sharded", "full", "local")
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def _gradients_of_host_storage(rank: int) -> None:
+    with Device().installed() as device:
+        pool, side, copies = BufferPool.of(CPU), Stream(), DeviceCopies(CPU)
+        pool.set_predicted({(4, torch.float32): 1}, 16)
+        storage, read = HostStorage(4, torch.float32, copies, pool), torch.empty(4)
+        for value in range(10):
+            storage.open(keep=False).fill_(value)
+            storage.close(keep=True)
+            storage.wait_for_host()
+            assert storage.stored_tensor().eq(value).all(), "the host has waited for the copy"
+
+            storage.open(keep=False).fill_(-value)
+            side.wait_event(device.current_stream().record_event())
+            with device.stream(side):
+                read.copy_(storage.open(keep=False))
+            storage.close(keep=False)
+            pool.acquire(4, torch.float32).fill_(100)  # the next owner of the released scratch buffer
+            device.current_stream().wait_stream(side)
+            assert read.eq(-value).all(), "the buffer is reused after its last use on another stream"
+
+
+def test_host_and_pool_wait_for_the_work_on_a_gradient() -> None:
+    run_ranks(_gradients_of_host_storage, world_size=1)
 
 
 def _shard(zero3_size: int, **settings: Any) -> nn.Module:

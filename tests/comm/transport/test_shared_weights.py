@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LATE = 0.3  # seconds
+FAILS_AFTER = 3.0
 VERY_LATE = 1.5  # long enough that a rank that does not wait writes too early even on a busy machine
 
 
@@ -189,6 +190,57 @@ def test_weights_are_read_when_the_refresh_of_all_ranks_has_landed() -> None:
     # On a busy machine, the reader may itself be late.
     tries = (all(run_ranks(_read_early, False, world_size=2)) for _ in range(3))
     assert not all(tries), "the test notices where nobody waits"
+
+
+def _gather_slot_early(rank: int) -> bool:
+    """Publish the weights of one rank late; return whether the other rank gathered its new weights."""
+    model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
+    weights = get_state(model).handles[0].weights
+    own, publish = weights.zero3_shard, SharedFullBuffer.publish
+
+    def late(self: SharedFullBuffer, works: Any) -> None:
+        own.fill_(torch.nan)
+        time.sleep(LATE)
+        own.fill_(1)
+        publish(self, works)
+
+    if rank == 1:
+        weights.buffer.publish = late.__get__(weights.buffer)
+    dist.barrier()
+    layerzero.refresh(model)
+    if rank == 0:
+        time.sleep(LATE / 3)
+    weights.finish_refresh(of_peers=True)
+    full, _ = weights.launch_slot_gather(weights.layout.slots[0])
+    dist.barrier()
+    return bool(full.eq(1).all())
+
+
+def test_a_parameter_is_gathered_when_the_refresh_of_all_ranks_has_landed() -> None:
+    assert all(run_ranks(_gather_slot_early, world_size=2))
+
+
+def _refresh_of_a_peer_fails(rank: int) -> str:
+    """Rank 3 does not take part in a refresh, which therefore fails on rank 1, whose weights rank 0 reads."""
+    model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
+    weights = get_state(model).handles[0].weights
+    if rank == 3:
+        time.sleep(3 * FAILS_AFTER)
+        return ""
+    layerzero.refresh(model)
+    try:
+        weights.finish_refresh()
+        time.sleep(1.5 * FAILS_AFTER)
+        weights.finish_refresh(of_peers=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_refresh_that_has_failed_is_not_published() -> None:
+    messages = run_ranks(_refresh_of_a_peer_fails, pg_timeout=FAILS_AFTER)
+    assert "refresh of 'the root' failed on rank 0: rank 1 waited until its timeout" in messages[0], messages
+    assert "refresh of 'the root' failed on rank 1" in messages[1] and "rank 3" in messages[1], messages
 
 
 # --- another order on each rank ---
