@@ -204,8 +204,8 @@ class Handle:
         All ranks must call this method between passes, when there are no gradients. The sharded parameters remain the
         same objects, but their rows on this rank change.
         """
-        self.layout = layout
         self.weights.change_layout(layout)
+        self.layout = layout
         self.tracker = self.tracker.replace_for_new_storage(STALE_ROWS_MESSAGE)
         for slot, member in zip(layout.slots, self.members, strict=True):
             member.change_rows(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)

@@ -212,7 +212,6 @@ class HandleGradients:
     def clear_residual(self) -> None:
         """Discard the errors of the previous encoded messages."""
         if self.residual is not None:
-            self.wait_for_reduction()
             self.residual.zero_()
 
     # State
@@ -354,10 +353,9 @@ class HandleGradients:
         self.usage[slot] = GradUsage.CONTRIBUTED
 
     def wait_for_reduction(self) -> None:
-        """Wait for the in-flight reduction, if any, which uses the buffers."""
+        """Wait for the in-flight reduction of this handle, if any, because it uses the buffers."""
         if self.reduction is not None:
             self.reduction.wait()
-            self.reduction = None
 
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""

@@ -42,8 +42,8 @@ __all__ = ["IN_FLIGHT", "ReductionQueue"]
 # Maximum number of reductions that may be in their first and in their second collective. At the maximum, the host waits
 # for the oldest reduction. Each reduction keeps the gradients of a unit in memory: full gradients in the first
 # collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. A first collective may use one of
-# the two slabs (gradient_offload.py). The gradients that arrive meanwhile need the other slab, so only one first
-# collective may be in flight.
+# the two slabs (gradient_offload.py). Gradients that arrive meanwhile need the other slab. Therefore the host waits
+# after each launch until only one first collective is in flight.
 IN_FLIGHT = (1, 2)
 
 
@@ -95,10 +95,14 @@ class ReductionQueue:
 
     def finish_accumulated(self) -> None:
         """Reduce the gradients that backward passes inside no_sync have accumulated."""
-        for gradients in self.order:
-            gradients.wait_for_reduction()
-            self._reducing.append(gradients)
-            self._start_reduction(gradients.create_accumulated_reduction())
+        try:
+            for gradients in self.order:
+                gradients.wait_for_reduction()
+                self._reducing.append(gradients)
+                self._start_reduction(gradients.create_accumulated_reduction())
+        except BaseException:
+            self.drain()
+            raise
         self.wait_for_in_flight()
 
     def wait_for_in_flight(self) -> None:
@@ -123,7 +127,7 @@ class ReductionQueue:
             self.trim()
 
     def drain(self) -> None:
-        """End a failed backward pass, and make later work wait for the gradients that have arrived.
+        """End a failed pass, and make later work wait for the gradients that have arrived.
 
         Reductions that were started are completed. Their progress differs between ranks, but all ranks must launch the
         same collectives. Further errors are suppressed, because they either follow from the first error or recur in the

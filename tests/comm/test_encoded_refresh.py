@@ -83,7 +83,7 @@ def _writes_after_refreshes(rank: int) -> None:
         written.update(masters)
         write(parameters, *args, **settings)
 
-    with late_threads(0.05), mock.patch.object(sgd, "sgd", checked):
+    with late_threads(0.2), mock.patch.object(sgd, "sgd", checked):
         for _ in range(2):
             optimizer.step()
             assert any(each.is_refreshing for each in weights.values())
@@ -93,7 +93,7 @@ def _writes_after_refreshes(rank: int) -> None:
     assert written == set(weights)
 
 
-def test_masters_are_written_when_no_thread_encodes_them() -> None:
+def test_masters_are_written_only_after_their_refresh_has_ended() -> None:
     run_ranks(_writes_after_refreshes)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.comm.model_ranks import ModelRanks
+from layerzero.device.accelerator import synchronize_current_stream
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
@@ -143,6 +144,15 @@ def test_the_host_waits_for_a_late_copy() -> None:
     run_ranks(_copies_to_the_host, world_size=1)
 
 
+def test_the_host_waits_for_the_current_stream_of_a_device() -> None:
+    with mock.patch("torch.accelerator.current_stream") as current_stream:
+        synchronize_current_stream(torch.device("cpu"))
+        assert not current_stream.called
+        synchronize_current_stream(torch.device("cuda", 0))
+        current_stream.assert_called_once_with(torch.device("cuda", 0))
+        current_stream.return_value.synchronize.assert_called_once_with()
+
+
 class _Log:
     """Streams whose events and waits are recorded."""
 
@@ -226,7 +236,7 @@ def _side_streams_after_a_failure(rank: int) -> None:
             model.zero_grad()
             handle.remove()
             integer_loss(model, integer_batch(rank=rank))
-            assert len(events) == before + 1 and events[-1].wait.called, "waited for where the pass is given up"
+            assert len(events) == before + 1 and events[-1].wait.called, "the recovery waits for gradients"
 
 
 def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:

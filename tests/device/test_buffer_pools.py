@@ -96,7 +96,7 @@ def _two_in_turn(rank: int) -> None:
             assert pool.held_bytes <= 64 + 16
         assert pool.most_bytes == 64 + 16
         assert addresses[3:] == addresses[1:3], "two take turns, once the large one has made room"
-        assert large.eq(5).all(), "the memory of the large one is returned after its last use"
+        assert large.eq(5).all(), "the pool returns the memory of the large buffer after its last use"
         fifth = pool.acquire(4, torch.float32)
         assert fifth.data_ptr() == addresses[1] and fifth.eq(6).all(), "it has waited for the last use"
         pool.release(fifth)

@@ -7,7 +7,8 @@ import threading
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,7 +147,10 @@ def test_a_rank_that_fails_alone_lets_nobody_take_one_unit_for_another() -> None
 
 
 class _Reentrant(SideBySide):
-    """Calls each unit twice inside reentrant checkpoints, whose nested backward passes are reduced one by one."""
+    """Calls each unit twice inside reentrant checkpoints.
+
+    The gradients of each nested backward pass are reduced separately.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
@@ -172,7 +176,7 @@ def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_fi
     run_ranks(_gradients_in_parts, world_size=4, shared_memory="off")
 
 
-def _has_few_in_flight(rank: int) -> None:
+def _uses_predicted_memory(rank: int) -> None:
     """The host waits for the oldest reduction, so that late threads do not need more memory than predicted."""
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     scratch = get_state(model).pools.scratch
@@ -183,7 +187,26 @@ def _has_few_in_flight(rank: int) -> None:
 
 
 def test_late_threads_need_no_more_memory_than_predicted() -> None:
-    run_ranks(_has_few_in_flight, world_size=4, shared_memory="off")
+    run_ranks(_uses_predicted_memory, world_size=4, shared_memory="off")
+
+
+def test_a_synchronization_waits_for_all_threads_and_records_its_wait() -> None:
+    streams, log = ThreadStreams(), []
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        log.append("waits")
+        yield
+
+    def end_late() -> None:
+        time.sleep(0.2)
+        log.append("ended")
+
+    streams.replica.run(end_late)
+    events = deque([streams.replica.record_event(recorded)])
+    streams.synchronize([events])
+    assert log == ["waits", "ended"] and not events
+    streams.close()
 
 
 def test_an_error_is_raised_after_the_operations_of_all_threads_have_ended() -> None:
@@ -199,10 +222,12 @@ def test_an_error_is_raised_after_the_operations_of_all_threads_have_ended() -> 
     streams.zero3.run(fail)
     events = deque([streams.zero3.record_event()])
     streams.replica.run(end_late)
-    with pytest.raises(ConnectionError, match="explained: lost"):
-        streams.synchronize([events])
-    assert ended and not events, "the caller may reuse the buffers of all operations"
-    streams.close()
+    try:
+        with pytest.raises(ConnectionError, match="explained: lost"):
+            streams.synchronize([events])
+        assert ended and not events, "the caller may reuse the buffers of all operations"
+    finally:
+        streams.close()
 
 
 def _threads() -> list[threading.Thread]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -95,7 +96,13 @@ def test_a_busy_accumulator_keeps_its_slab() -> None:
     lease.end()
     for other in others:
         other.open(keep=True)
-    assert opened.eq(2).all() and first.open(keep=True).eq(1).all(), "another accumulator has used the slab"
+    assert opened.eq(2).all(), "another unit uses the slab after the lease has ended"
+    assert first.open(keep=True).eq(1).all()
+    leases = [each.lease() for each in (first, others[-1])]
+    with pytest.raises(AssertionError, match="collectives read both slabs"):
+        others[0].open(keep=True)
+    for lease in leases:
+        lease.end()
 
 
 def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
@@ -110,12 +117,13 @@ def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
 
 
 def _grows(rank: int) -> None:
-    """A slab is replaced by a larger one while another stream still reads it."""
+    """Replace a slab by a larger one while another stream still reads it."""
     with Device().installed() as device:
         side, allocator = Stream(), AccumulatorAllocator(CPU, DeviceCopies(CPU))
         small, read = allocator.make("small", 4, torch.float32), torch.empty(4)
         opened = small.open(keep=False).fill_(1)
         side.wait_event(device.current_stream().record_event())
+        side.give(lambda: time.sleep(0.05))
         with device.stream(side):
             read.copy_(small.open(keep=True))
         small.close(keep=False)

@@ -108,13 +108,16 @@ def _adds_once(rank: int) -> None:
 
 
 class Twice(nn.Module):
-    """Calls each layer twice inside reentrant checkpoints, whose nested backward passes are reduced one by one."""
+    """Calls each layer twice inside reentrant checkpoints.
+
+    The gradients of each nested backward pass are reduced separately.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = net()
         for layer in self.layers:
-            layer.bias.requires_grad_(False)  # its gradient would arrive and wait before the kernel runs
+            layer.bias.requires_grad_(False)  # its gradient would arrive, and wait, before the kernel runs
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()  # otherwise a reentrant checkpoint computes no gradients
@@ -122,11 +125,13 @@ class Twice(nn.Module):
 
 
 def _adds_in_parts(rank: int) -> None:
-    model = shard(Twice())
-    with late_reductions(rank), late_threads(0.02):
-        run(model, rank, 0, micro_batches=1)
-    wrong = different(full_gradients(model), gradients_alone(Twice, 0, 1))
-    assert not wrong, wrong
+    for offload in (False, True):
+        with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
+            model = shard(Twice(), offload_grads=offload)
+        with late_reductions(rank), late_threads(0.02):
+            run(model, rank, 0, micro_batches=1)
+        wrong = different(full_gradients(model), gradients_alone(Twice, 0, 1))
+        assert not wrong, (offload, wrong)
 
 
 @pytest.mark.slow

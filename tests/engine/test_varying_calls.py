@@ -31,7 +31,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import SideBySide
+from tests.support.models import OptionalBias
 from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -303,17 +303,9 @@ def test_what_only_another_rank_adds_to_a_gradient_that_was_shown_is_told_here()
     run_ranks(_use_again_elsewhere, world_size=WORLD)
 
 
-class _Bias(SideBySide):
-    """Uses its own parameter only in calls for which that is requested."""
-
-    def forward(self, x: Tensor, *, uses_own: bool) -> Tensor:
-        total = sum(unit(x) for unit in self.units)
-        return total + self.last if uses_own else total
-
-
 def _messages_after_unused(rank: int) -> None:
-    """A rank that has not used a parameter sends its second message about it late, from a thread."""
-    model = layerzero.shard_model(_Bias(2), mesh=mesh_of(2), units=["units.0", "units.1"])
+    """Rank 0 does not use a parameter. Its thread sends the message along the second axis late."""
+    model = layerzero.shard_model(OptionalBias(2), mesh=mesh_of(2), units=["units.0", "units.1"])
     ranks, relay = get_state(model).ranks, PendingUsage.relay
 
     def late_relay(pending: PendingUsage) -> None:
@@ -328,5 +320,5 @@ def _messages_after_unused(rank: int) -> None:
         model.zero_grad()
 
 
-def test_other_messages_wait_for_those_about_unused_parameters() -> None:
+def test_other_control_messages_wait_for_the_usage_bytes_that_a_thread_sends() -> None:
     run_ranks(_messages_after_unused, world_size=WORLD)

@@ -30,6 +30,7 @@ from tests.support.late_device import Device, DeviceCopies, Stream
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
     IntegerNet,
+    OptionalBias,
     different,
     exact_sgd,
     full_gradients,
@@ -68,7 +69,7 @@ def _gradients_of_host_storage(rank: int) -> None:
             assert read.eq(-value).all(), "the buffer is reused after its last use on another stream"
 
 
-def test_host_and_pool_wait_for_the_work_on_a_gradient() -> None:
+def test_the_host_and_the_pool_wait_for_work_on_a_gradient() -> None:
     run_ranks(_gradients_of_host_storage, world_size=1)
 
 
@@ -97,6 +98,24 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, pattern: t
         if step != 2:  # which the next step adds to
             optimizer.zero_grad(set_to_none=step != 1)
     return seen
+
+
+def _keeps_a_gradient(rank: int) -> None:
+    """Read a kept gradient after a backward pass whose used parameters the ranks have not agreed on yet."""
+    with late():
+        model = layerzero.shard_model(
+            OptionalBias(2), mesh=mesh_of(2), units=["units.0", "units.1"], offload_optimizer=True
+        )
+    kept = None
+    for step in range(1, 4):
+        model(torch.ones(2, 5), uses_own=rank != 0).sum().backward()
+        if kept is None:
+            kept = model.units[0].weight.grad
+        assert kept.to_local().eq(2.0 * step).all(), kept.to_local()
+
+
+def test_a_kept_gradient_is_read_after_its_copy_to_the_host() -> None:
+    run_ranks(_keeps_a_gradient)
 
 
 def _same_bits(rank: int, zero3_size: int, mode: str) -> None:

@@ -81,7 +81,7 @@ def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(names: tuple[str, s
 
 
 def _moves_edited_rows(rank: int) -> None:
-    """Rows move to other ranks after an edit, whose refresh some ranks launch late."""
+    """Move rows to other ranks after an edit. Two ranks launch the refresh of the edit late."""
     model, net = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS), integer_net()
     with torch.no_grad():
         for parameter in (*model.parameters(), *net.parameters()):

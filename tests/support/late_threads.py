@@ -37,7 +37,10 @@ def late_threads(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def late_reductions(rank: int) -> Iterator[None]:
-    """Delay waits and additions at random and fill receive buffers with NaN; raise if a buffer in use is written."""
+    """Delay waits and additions at random, and fill receive buffers with NaN.
+
+    Raise AssertionError if a buffer is written while it is sent.
+    """
     draw = random.Random(rank)
     init, wait, add = PendingReduction.__init__, PendingReduction.wait, PendingReduction.add_to
     take = BufferPool.acquire

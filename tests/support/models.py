@@ -25,6 +25,7 @@ __all__ = [
     "GlobalScaling",
     "IntegerNet",
     "LayerwiseScaling",
+    "OptionalBias",
     "SideBySide",
     "Step",
     "TiedTransformer",
@@ -91,6 +92,14 @@ class SideBySide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units)) + self.last
+
+
+class OptionalBias(SideBySide):
+    """Adds its own parameter to the output only if `uses_own` is True."""
+
+    def forward(self, x: Tensor, *, uses_own: bool) -> Tensor:
+        total = sum(unit(x) for unit in self.units)
+        return total + self.last if uses_own else total
 
 
 def integer_batch(*, step: int = 0, micro_batch: int = 0, rank: int = 0, samples: int = 2) -> Batch:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LATE = 0.3  # seconds
-FAILS_AFTER = 3.0
+FAILS_AFTER = 3.0  # seconds until a collective fails
 VERY_LATE = 1.5  # long enough that a rank that does not wait writes too early even on a busy machine
 
 
@@ -193,7 +193,7 @@ def test_weights_are_read_when_the_refresh_of_all_ranks_has_landed() -> None:
 
 
 def _gather_slot_early(rank: int) -> bool:
-    """Publish the weights of one rank late; return whether the other rank gathered its new weights."""
+    """Publish the weights of rank 1 late. Return whether this rank gathers the new weights of both ranks."""
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
     weights = get_state(model).handles[0].weights
     own, publish = weights.zero3_shard, SharedFullBuffer.publish
@@ -221,7 +221,7 @@ def test_a_parameter_is_gathered_when_the_refresh_of_all_ranks_has_landed() -> N
 
 
 def _refresh_of_a_peer_fails(rank: int) -> str:
-    """Rank 3 does not take part in a refresh, which therefore fails on rank 1, whose weights rank 0 reads."""
+    """Rank 3 skips a refresh, so the refresh fails on rank 1. Rank 0 then waits for the weights of rank 1."""
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
     weights = get_state(model).handles[0].weights
     if rank == 3:
@@ -239,8 +239,8 @@ def _refresh_of_a_peer_fails(rank: int) -> str:
 
 def test_a_refresh_that_has_failed_is_not_published() -> None:
     messages = run_ranks(_refresh_of_a_peer_fails, pg_timeout=FAILS_AFTER)
-    assert "refresh of 'the root' failed on rank 0: rank 1 waited until its timeout" in messages[0], messages
-    assert "refresh of 'the root' failed on rank 1" in messages[1] and "rank 3" in messages[1], messages
+    for rank in (0, 1):
+        assert f"refresh of 'the root' failed on rank {rank}" in messages[rank], messages
 
 
 # --- another order on each rank ---
