@@ -121,6 +121,31 @@ def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_r
     run_ranks(_fails, world_size=2, shared_memory=shared_memory)
 
 
+def _fails_between_reductions(rank: int) -> None:
+    """Raise in a backward pass after it has started the reductions of some units. The next forward pass recovers."""
+    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    queue = get_state(model).gradients.queue
+
+    def fail(gradient: Tensor) -> None:
+        raise LookupError
+
+    hook = model.units[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    loss = integer_loss(model, integer_batch(rank=rank))
+    hook.remove()
+    with late_threads(0.1):
+        with pytest.raises(LookupError):
+            loss.backward()
+        assert any(gradients.reduction is not None for gradients in queue.order)
+        model.zero_grad()
+        integer_loss(model, integer_batch(rank=rank))
+    assert not any(gradients.reduction for gradients in queue.order) and not any(queue._events)
+
+
+@BOTH
+def test_no_reduction_of_a_failed_backward_is_in_flight_after_the_recovery(shared_memory: str | None) -> None:
+    run_ranks(_fails_between_reductions, shared_memory=shared_memory)
+
+
 def _fails_alone(rank: int) -> str:
     """Fail on rank 0 in the addition after hop 1 of a unit; no other hop 2 may be matched to that unit."""
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
