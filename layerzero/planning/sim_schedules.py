@@ -5,7 +5,8 @@ compares the program with a recording of the engine. The programs of other schem
 these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
 communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes. For
 HFSDP (Megatron-FSDP with optimizer state sharded over all ranks), only the last micro-batch reduces gradients between
-nodes. Only the first micro-batch gathers weights between nodes, once in its forward and once in its backward.
+nodes, and only the first forward gathers weights between nodes, as in ``megatron_fsdp.experimental`` on Megatron-LM's
+main branch at commit d98e8a6 (2026-08-22). Release 0.6.1 gathers them again in the first backward.
 """
 
 from __future__ import annotations
@@ -383,9 +384,9 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
             last = micro_batch + 1 == settings.micro_batches
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
                 stays = int(phase == "backward")
-                outer: dict[str, int] = {}  # numbers of the gathers between nodes, all of which are launched first
-                if settings.shards_states and settings.replicas > 1 and not micro_batch:
-                    for unit in order[stays:]:
+                outer: dict[str, int] = {}  # numbers of the gathers between nodes, all launched before the first forward
+                if settings.shards_states and settings.replicas > 1 and not micro_batch and phase == "forward":
+                    for unit in order:
                         if not unit.trained_numel:
                             continue
                         yield outer_gather(unit)
