@@ -384,7 +384,7 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
             last = micro_batch + 1 == settings.micro_batches
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
                 stays = int(phase == "backward")
-                outer: dict[str, int] = {}  # numbers of the gathers between nodes, all launched before the first forward
+                outer: dict[str, int] = {}  # numbers of the gathers between nodes, all launched before the forward
                 if settings.shards_states and settings.replicas > 1 and not micro_batch and phase == "forward":
                     for unit in order:
                         if not unit.trained_numel:
