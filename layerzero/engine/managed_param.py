@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ class ManagedParam:
     shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
+    # `master` as the parameter that optimizers step. It has the attributes of `sharded`, also those that are set later.
+    master_param: nn.Parameter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.master_param = nn.Parameter(self.master, requires_grad=self.sharded.requires_grad)
+        self.master_param.__dict__ = self.sharded.__dict__
 
     def change_rows(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
         """Replace the master rows that this rank stores. The sharded parameter remains the same object.
@@ -43,6 +49,7 @@ class ManagedParam:
             watch: object that records the user's writes to the rows.
         """
         self.master, self.spec, self.shard_slice = master, spec, local
+        self.master_param.data = master
         assert isinstance(self.sharded, RowShardedTensor)
         self.sharded._local_tensor = LocalShard(master, spec, watch)
 

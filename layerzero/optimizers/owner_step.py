@@ -52,7 +52,11 @@ class OwnedParam:
     owner: ParamOwner
     group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
-    master: Tensor  # entry in that group: this rank's rows, or the full parameter during the owner's step
+
+    @property
+    def master(self) -> Tensor:
+        """Entry in the group during a step: this rank's rows, or the full parameter during the owner's step."""
+        return self.member.master_param
 
     @property
     def place(self) -> tuple[int, int]:

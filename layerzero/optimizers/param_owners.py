@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
@@ -87,22 +86,22 @@ class OwnerTable:
             [member for p in candidates if (member := lz_state.parameters.managed_param(p)) is not None]
         )
 
-    def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
+    def add_group(self, group: MutableMapping[str, Any], members: Sequence[ManagedParam]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
 
         If any kind of group needs full parameters, so does a group whose kind the compatibility trial did not cover.
 
         Args:
-            members: (parameter, master) pairs of the group.
+            members: sharded parameters of the group.
         """
         kind = group_kind(group)
         if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):
             return
-        self._assign_owners([member for member, _ in members if member.name not in self._examined])
-        for member, master in members:
+        self._assign_owners([member for member in members if member.name not in self._examined])
+        for member in members:
             owner = self._model_owners.owners[member.name]
             owner_group = self._model_owners.groups[member.spec.mesh_info, owner.axis]
-            self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group, master)
+            self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group)
         self._reserve_buffers()
 
     def _assign_owners(self, members: Sequence[ManagedParam]) -> None:

@@ -321,7 +321,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._shown.append(list(listed))
         group["params"] = listed
         try:
-            self._owner_table.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
+            self._owner_table.add_group(group, [member for member in members if member])
         except Exception:
             for table in (self.inner.param_groups, self._masters, self._shown):
                 table.pop()
@@ -331,9 +331,7 @@ class ShardedOptimizer(OptimizerProxy):
             raise
 
     def on_layout_change(self) -> None:
-        """Update the references to masters and owners after the layout has changed."""
-        for key, member in self._member_at.items():
-            self._master_of[key].data = member.master
+        """Update the references to owners after the layout has changed."""
         self._owner_table.update_owners()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
@@ -343,10 +341,9 @@ class ShardedOptimizer(OptimizerProxy):
         key = id(member.sharded)
         if key in self._master_of:
             raise ValueError(f"parameter {member.name!r} appears twice in the optimizer. Remove one of the entries")
-        master = nn.Parameter(member.master, requires_grad=member.sharded.requires_grad)
-        self._master_of[key] = master
+        self._master_of[key] = member.master_param.requires_grad_(member.sharded.requires_grad)
         self._member_at[key] = member
-        return master
+        return member.master_param
 
     # State dicts
 
