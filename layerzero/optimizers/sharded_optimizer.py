@@ -144,13 +144,16 @@ class ShardedOptimizer(OptimizerProxy):
         self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
-        old_groups, old_state = inner.param_groups, inner.state
-        inner.param_groups, inner.state = [], MasterKeyedState(old_state, type(inner).__name__)
-        old_parameters = [list(group["params"]) for group in old_groups]
+        old_groups, old_state = list(inner.param_groups), inner.state
+        old_parameters = [group["params"] for group in old_groups]
+        inner.param_groups.clear()
+        inner.state = MasterKeyedState(old_state, type(inner).__name__)
         try:
             super().__init__(old_groups, inner.defaults)
         except Exception:
-            inner.param_groups, inner.state = old_groups, old_state
+            inner.param_groups[:], inner.state = old_groups, old_state
+            for group, group_parameters in zip(old_groups, old_parameters, strict=True):
+                group["params"] = group_parameters
             raise
         self.param_groups = inner.param_groups
         self.state = ParamKeyedState(inner, self._master_of, self._owner_table.owned)  # type: ignore[assignment]
@@ -293,7 +296,10 @@ class ShardedOptimizer(OptimizerProxy):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Its parameters may have been read from the model before or after sharding."""
+        """Add a parameter group. Its parameters may have been read from the model before or after sharding.
+
+        As in torch, `param_group` itself becomes the group, so that changes of the dictionary take effect.
+        """
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         params = param_group["params"]
         parameters = [params] if isinstance(params, Tensor) else list(params)
@@ -315,20 +321,25 @@ class ShardedOptimizer(OptimizerProxy):
             listed.append(parameter if member is None else member.sharded)
             masters.append(self._master_for(parameter, member))
             members.append(member)
-        self.inner.add_param_group({**param_group, "params": masters})
-        group = self.inner.param_groups[-1]
-        self._masters.append(group["params"])
-        self._shown.append(list(listed))
-        group["params"] = listed
+        given = dict(param_group)
+        count = len(self.inner.param_groups)
         try:
-            self._owner_table.add_group(group, [member for member in members if member])
+            param_group["params"] = masters
+            self.inner.add_param_group(param_group)
+            param_group.update(self.inner.param_groups[-1])  # an overridden method may have added a copy
+            self.inner.param_groups[-1] = param_group
+            masters, param_group["params"] = param_group["params"], listed
+            self._owner_table.add_group(param_group, [member for member in members if member])
         except Exception:
-            for table in (self.inner.param_groups, self._masters, self._shown):
-                table.pop()
+            del self.inner.param_groups[count:]
+            param_group.clear()
+            param_group.update(given)
             for parameter in listed:
                 del self._master_of[id(parameter)]
                 self._member_at.pop(id(parameter), None)
             raise
+        self._masters.append(masters)
+        self._shown.append(list(listed))
 
     def on_layout_change(self) -> None:
         """Update the references to owners after the layout has changed."""

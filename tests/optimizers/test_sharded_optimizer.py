@@ -273,6 +273,37 @@ def test_add_param_group_takes_parameters_from_before_and_after_sharding() -> No
     run_ranks(_add_groups)
 
 
+def _keep_groups(rank: int) -> None:
+    for build_first in (True, False):
+        (net, theirs), source = alone(), integer_net()
+        first, others = list(source.first.parameters()), [*source.second.parameters(), *source.head.parameters()]
+        early = exact_sgd(first)
+        model = shard(source)
+        if not build_first:
+            early, others = exact_sgd(model.first.parameters()), [*model.second.parameters(), *model.head.parameters()]
+        groups, first_group, added = early.param_groups, early.param_groups[0], {"params": others}
+        optimizer = layerzero.shard_optimizer(early, model)
+        optimizer.add_param_group(added)
+        optimizer.add_param_group({"params": model.shift})
+        assert groups is optimizer.param_groups and groups[0] is first_group and groups[1] is added
+        theirs.param_groups.clear()
+        theirs.add_param_group({"params": list(net.first.parameters())})
+        theirs.add_param_group({"params": [*net.second.parameters(), *net.head.parameters()]})
+        theirs.add_param_group({"params": net.shift})
+        for group, lr in ((first_group, 0.0), (added, 2**-5)):
+            group["lr"] = lr
+        theirs.param_groups[0]["lr"], theirs.param_groups[1]["lr"] = 0.0, 2**-5
+        in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
+        assert_same_bits(model, net, f"built first: {build_first}")
+        with pytest.raises(ValueError, match="twice"):
+            optimizer.add_param_group(again := {"params": [model.shift], "lr": 1.0})
+        assert list(again) == ["params", "lr"] and again["params"][0] is model.shift
+
+
+def test_groups_that_were_read_before_sharding_remain_the_groups() -> None:
+    run_ranks(_keep_groups)
+
+
 def _state_by_parameter(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
