@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "to_device_of",
     "to_float",
     "to_public_value",
+    "to_stored_value",
 ]
 
 
@@ -37,6 +39,8 @@ Holder = (
 
 def to_public_value(value: Any, holder: Holder) -> Any:
     """Convert an entry of a parameter's state to its public form: tensors of local rows become sharded tensors."""
+    if isinstance(value, DTensor):
+        return value
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(to_public_value(item, holder) for item in value)
@@ -46,6 +50,35 @@ def to_public_value(value: Any, holder: Holder) -> Any:
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
         return sharded(value, member.spec, MutationTracker())
     return value
+
+
+def to_stored_value(key: str, value: Any, holder: Holder) -> Any:
+    """Convert a value that the user assigns to the stored form, the inverse of :func:`to_public_value`.
+
+    Tensors that are sharded, or have the parameter's global shape, become local rows, or the full tensor on an owner.
+    The result of other ranks than the owner is in public form. Other values and tables remain the same objects.
+    """
+    if holder is None or not isinstance(value, (Tensor, dict, list, tuple)):
+        return value
+    if isinstance(value, dict):
+        stored = {name: to_stored_value(name, each, holder) for name, each in value.items()}
+        return value if all(map(operator.is_, stored.values(), value.values())) else stored
+    if isinstance(value, (list, tuple)):
+        items = [to_stored_value(key, each, holder) for each in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    member = holder.member if isinstance(holder, OwnedParam) else holder
+    if not isinstance(value, DTensor) and (not value.ndim or tuple(value.shape) != member.spec.full_shape):
+        return value
+    if not isinstance(holder, OwnedParam):
+        return _rows_of_rank(key, value, holder, copy=False)
+    if isinstance(value, DTensor) and not _is_on_owner(value, holder):
+        value = value.full_tensor()  # type: ignore[no-untyped-call]
+    if not value.ndim:
+        return value
+    full = _full_on_owner(key, value, holder, copy=False)
+    return (
+        full if holder.is_owned_by_this_rank else sharded(full[:0], holder.state_spec(value.shape), MutationTracker())
+    )
 
 
 IMPLEMENTATION_SETTINGS = (
@@ -131,7 +164,7 @@ def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> An
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not value._local_tensor.spec.same_sharding(owned.state_spec(value.shape)):
+        if not _is_on_owner(value, owned):
             raise ValueError(
                 f"state {key!r} of {owned.member.name!r} is not sharded like the parameter, whose owner has all rows. "
                 "Load it through a checkpoint"
@@ -142,6 +175,14 @@ def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> An
         owned.state_spec(value.shape).model_parallel,
     )
     return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
+
+
+def _is_on_owner(value: DTensor, owned: OwnedParam) -> bool:
+    """Return whether `value` is sharded like the state of the owned parameter, with all rows on the owner."""
+    local = value._local_tensor
+    return isinstance(local, LocalShard) and bool(
+        value.ndim and local.spec.same_sharding(owned.state_spec(value.shape))
+    )
 
 
 def _rows_of_rank(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:

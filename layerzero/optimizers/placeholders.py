@@ -12,7 +12,7 @@ because some code treats a single element as a scalar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,21 +45,22 @@ class Placeholders:
         self._by_param: dict[Tensor, _Placeholder] = {}
 
     @contextmanager
-    def replacing(self, empty: Iterable[Tensor], state: Mapping[Any, Any]) -> Iterator[None]:
+    def replacing(self, empty: Iterable[Tensor], get_state: Callable[[], Mapping[Any, Any]]) -> Iterator[None]:
         """Context manager that replaces empty parameters, their gradients and their state with two-element tensors.
 
         Parameters and state tensors remain the same objects. Only their ``data`` changes.
 
         Args:
             empty: parameters without elements. Their gradients are None after the context.
-            state: state of the optimizer, by parameter.
+            get_state: function that returns the state of the optimizer, by parameter. A step may replace the state.
         """
-        rows = {parameter: parameter.data for parameter in empty}
+        rows, state = {parameter: parameter.data for parameter in empty}, get_state()
         try:
             for parameter in rows:
                 self._insert(parameter, state.get(parameter))
             yield
         finally:
+            state = get_state()
             for parameter, before in rows.items():
                 self._remove(parameter, before, state.get(parameter))
 

@@ -156,7 +156,9 @@ class ShardedOptimizer(OptimizerProxy):
                 group["params"] = group_parameters
             raise
         self.param_groups = inner.param_groups
-        self.state = ParamKeyedState(inner, self._master_of, self._owner_table.owned)  # type: ignore[assignment]
+        self.state: ParamKeyedState = ParamKeyedState(  # type: ignore[assignment]
+            inner, self._master_of, self._holder_of, self._state_of_owners
+        )
         for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(group_parameters, masters, strict=True):
                 if parameter in old_state:
@@ -168,6 +170,17 @@ class ShardedOptimizer(OptimizerProxy):
         if watching is not None and not lz_state.optimizers:  # if there are several optimizers, count steps once
             watching.count_steps_of(self)
         lz_state.optimizers.add(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        view = vars(self).get(name)
+        if isinstance(view, ParamKeyedState):  # optimizer.state = defaultdict(dict)
+            view.replace(value)
+        else:
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -207,6 +220,7 @@ class ShardedOptimizer(OptimizerProxy):
             self.before_update()
         if self.guard is not None and not self.guard(self):
             return loss
+        self.state.forget_owners()
         with self._lz_state.refreshes.step() as refresh, self._use_masters_in_groups():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
 
@@ -261,7 +275,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if master is not parameter:
                         master.grad = None if parameter.grad is None else rows_of(parameter.grad)
                 group["params"] = masters
-            with self._placeholders.replacing(self._masters_without_rows(), self.inner.state):
+            with self._placeholders.replacing(self._masters_without_rows(), lambda: self.state.stored):
                 yield
         finally:
             for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
@@ -334,8 +348,8 @@ class ShardedOptimizer(OptimizerProxy):
             del self.inner.param_groups[count:]
             param_group.clear()
             param_group.update(given)
-            for parameter in listed:
-                del self._master_of[id(parameter)]
+            for parameter in (*listed, *masters):
+                self._master_of.pop(id(parameter), None)
                 self._member_at.pop(id(parameter), None)
             raise
         self._masters.append(masters)
@@ -352,9 +366,10 @@ class ShardedOptimizer(OptimizerProxy):
         key = id(member.sharded)
         if key in self._master_of:
             raise ValueError(f"parameter {member.name!r} appears twice in the optimizer. Remove one of the entries")
-        self._master_of[key] = member.master_param.requires_grad_(member.sharded.requires_grad)
+        master = member.master_param.requires_grad_(member.sharded.requires_grad)
+        self._master_of[key] = self._master_of[id(master)] = master
         self._member_at[key] = member
-        return member.master_param
+        return master
 
     # State dicts
 
@@ -390,10 +405,12 @@ class ShardedOptimizer(OptimizerProxy):
             state: dict[str, dict[str, Any]] = {}
             for group, names in self._named_groups():
                 entries = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
-                unstepped = [master for _, p, master in entries if p.requires_grad and not self.inner.state.get(master)]
+                unstepped = [
+                    master for _, p, master in entries if p.requires_grad and not self.state.stored.get(master)
+                ]
                 initial = first_states(self.inner, group, unstepped)
                 for name, parameter, master in entries:
-                    values = self.inner.state.get(master) or (next(initial) if parameter.requires_grad else {})
+                    values = self.state.stored.get(master) or (next(initial) if parameter.requires_grad else {})
                     if values:
                         state[name] = self._public_state(parameter, values)
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
@@ -424,8 +441,7 @@ class ShardedOptimizer(OptimizerProxy):
         """
 
         def make_named() -> dict[str, Any]:
-            stored = ((p, self.inner.state[self._master_of[id(p)]]) for p in self.state)
-            state = {self._name_of(p): self._public_state(p, values) for p, values in stored}
+            state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
             groups = [{**group, "params": names} for group, names in self._named_groups()]
             return {"state": self._owner_table.add_remote_owner_state(state), "param_groups": groups}
 
@@ -440,6 +456,12 @@ class ShardedOptimizer(OptimizerProxy):
             changed = post_hook(self, result)
             result = result if changed is None else changed
         return result
+
+    def _state_of_owners(self) -> dict[str, Any]:
+        """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
+        stored, owned = self.state.stored, self._owner_table.owned.values()
+        own = {each.member.name: (each.member.sharded, stored[each.master]) for each in owned if each.master in stored}
+        return self._owner_table.add_remote_owner_state({name: self._public_state(*own[name]) for name in own})
 
     def _public_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         holder = self._holder_of(parameter)
@@ -551,8 +573,8 @@ class ShardedOptimizer(OptimizerProxy):
                 cut = {key: to_device_of(value, self._master_of[id(parameter)]) for key, value in cut.items()}
             if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
                 new_state[self._master_of[id(parameter)]] = cut
-        self.inner.state.clear()
-        self.inner.state.update(new_state)
+        self.state.clear()
+        self.state.stored.update(new_state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: load_setting(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -608,7 +630,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
         """Return the wrapped optimizer's state without a copy, keyed by the names in :meth:`state_dict_by_name`."""
-        return {self._name_of(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
+        return {self._name_of(p): values for p, values in self.state.stored_by_param()}
 
     def owned(self, name: str) -> OwnedParam | None:
         """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if `name` has no owner."""

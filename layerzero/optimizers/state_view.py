@@ -1,47 +1,99 @@
-"""View of the wrapped optimizer's state, keyed by sharded parameter instead of by master."""
+"""View of the wrapped optimizer's state, keyed by sharded parameter instead of by master.
+
+[Note: State of owned parameters]
+Only the owner of a full parameter stores its state. All ranks see this state in the view, as sharded tensors whose rows
+are all on the owner, so that reads and writes are the same operations on all ranks. The first access after a step
+communicates the names and shapes of the owners' states. Therefore every rank must access the view of an optimizer that
+has owned parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
+from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.torch_state_dict import first_state
+from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
 __all__ = ["ParamKeyedState"]
 
 
-class ParamKeyedState(MutableMapping[Tensor, Any]):
+class ParamKeyedState(MutableMapping[Any, Any]):
     """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps.
 
-    Iteration, ``len`` and ``in`` skip parameters without state. A lookup of a trainable parameter that the optimizer
-    has not stepped yet returns a read-only mapping with the parameter's initial state, as in
-    ``ShardedOptimizer.state_dict``.
+    Iteration, ``len`` and ``in`` skip parameters without state. Tensors of local rows are shown as sharded tensors, as
+    in ``ShardedOptimizer.state_dict``. They share memory with the state. Keys that are not parameters are shown as is.
 
     Args:
         inner: the wrapped optimizer.
         master_of: mapping from the id of a sharded parameter to its master.
-        owned: ids of the parameters whose state only their owner rank stores.
+        holder_of: function that returns the :data:`Holder` of a parameter's state.
+        state_of_owners: function that returns the states of all owned parameters, by name. Every rank must call it.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor], owned: Collection[int] = ()
+        self,
+        inner: torch.optim.Optimizer,
+        master_of: Mapping[int, Tensor],
+        holder_of: Callable[[Tensor], Holder],
+        state_of_owners: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._inner = inner
         self._master_of = master_of
-        self._owned = owned
+        self._holder_of = holder_of
+        self._state_of_owners = state_of_owners
+        self._received: Mapping[str, Any] | None = None  # last result of `state_of_owners`, until the state changes
 
-    def _master(self, parameter: Tensor) -> Tensor:
-        return self._master_of[id(parameter)]
+    @property
+    def stored(self) -> MasterKeyedState:
+        """State of the inner optimizer. If a new state was assigned to the inner optimizer, it is keyed by master."""
+        if not isinstance(self._inner.state, MasterKeyedState):
+            assigned = self._inner.state
+            self._inner.state = MasterKeyedState({}, type(self._inner).__name__)
+            self.replace(assigned)
+        return self._inner.state  # type: ignore[return-value]
 
-    def __getitem__(self, parameter: Tensor) -> Any:
-        master = self._master(parameter)
-        if master in self._inner.state or not parameter.requires_grad:
-            return self._inner.state[master]
-        if id(parameter) in self._owned:
+    def replace(self, values: Mapping[Any, Any]) -> None:
+        """Replace the state, as ``optimizer.state = values`` does in torch."""
+        if values is not self:
+            items = [(key, value) for key, value in values.items() if self._key_of(key) is not None]
+            self.clear()
+            self.update(items)
+
+    def forget_owners(self) -> None:
+        """Communicate the states of owned parameters again at the next access. All ranks must call this method."""
+        self._received = None
+
+    def stored_by_param(self) -> Iterator[tuple[Tensor, Any]]:
+        """Yield the parameters that have state on this rank, and their state with local rows."""
+        stored = self.stored
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                if (master := self._master_of[id(parameter)]) in stored:
+                    yield parameter, stored[master]
+
+    def __getitem__(self, key: Any) -> Any:
+        master, holder = self._key_of(key), self._holder_of(key)
+        if key not in self:
+            values = self._unstepped(key, master)
+        elif master in self.stored:
+            values = self.stored[master]
+        else:
+            values = self._owned_elsewhere()[holder.member.name]  # type: ignore[union-attr]
+        return _show(values, holder)
+
+    def _unstepped(self, parameter: Any, master: Any) -> Any:
+        """Return the values for a key without state: the initial state of a trainable parameter."""
+        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
+            return self.stored[master]
+        if isinstance(self._holder_of(parameter), OwnedParam):
             raise KeyError(
                 f"the optimizer has no state for a parameter of shape {list(parameter.shape)} on this rank, because "
                 "the state of a full parameter is on its owner. Call optimizer.state_dict_by_name() on every rank"
@@ -52,18 +104,28 @@ class ParamKeyedState(MutableMapping[Tensor, Any]):
         # read-only, because it is not stored, and writes to it would be lost without an error.
         return MappingProxyType(first_state(self._inner, group, master))
 
-    def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        self._inner.state[self._master(parameter)] = values
+    def __setitem__(self, key: Any, values: Any) -> None:
+        master, holder = self._key_of(key), self._holder_of(key)
+        values = to_stored_value("", values.stored if isinstance(values, _StateValues) else values, holder)
+        self.forget_owners()
+        if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
+            self.stored[master] = values
 
-    def __delitem__(self, parameter: Tensor) -> None:
-        del self._inner.state[self._master(parameter)]
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self.stored.pop(self._key_of(key), None)
+        self.forget_owners()
 
-    def __contains__(self, parameter: object) -> bool:
-        master = self._master_of.get(id(parameter))
-        return master is not None and master in self._inner.state
+    def __contains__(self, key: object) -> bool:
+        holder = self._holder_of(key)  # type: ignore[arg-type]
+        if isinstance(holder, OwnedParam):
+            return holder.member.name in self._owned_elsewhere()
+        return self._master_of.get(id(key), key) in self.stored
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for group in self._inner.param_groups for p in group["params"] if p in self)
+    def __iter__(self) -> Iterator[Any]:
+        yield from (p for group in self._inner.param_groups for p in group["params"] if p in self)
+        yield from (key for key in self.stored if not isinstance(key, Tensor))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -72,3 +134,91 @@ class ParamKeyedState(MutableMapping[Tensor, Any]):
         # Hazard: if the view were false before the first step, torch's get_state_dict and set_state_dict would step the
         # optimizer with zero gradients. See [Note: torch's get_state_dict].
         return True
+
+    # As in a defaultdict, these methods do not create state.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key in self:
+            return self[key]
+        return default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(key, *default) if key in self or not default else default[0]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def clear(self) -> None:
+        self.stored.clear()
+        self.forget_owners()
+
+    def _key_of(self, key: Any) -> Any:
+        """Return the key of the inner optimizer's state: the master of a parameter, or another key itself."""
+        if not isinstance(key, Tensor):
+            return key
+        if id(key) not in self._master_of:
+            raise KeyError(
+                f"the optimizer has no parameter that is this tensor of shape {list(key.shape)}. Use a parameter that "
+                "optimizer.param_groups lists"
+            )
+        return self._master_of[id(key)]
+
+    def _owned_elsewhere(self) -> Mapping[str, Any]:
+        if self._received is None:
+            self._received = self._state_of_owners()
+        return self._received
+
+
+class _StateValues(MutableMapping[str, Any]):
+    """View of one parameter's state. It shows local rows as sharded tensors, and stores sharded tensors as local rows.
+
+    Args:
+        stored: state with local rows.
+        holder: describes the sharding of the state.
+    """
+
+    def __init__(self, stored: MutableMapping[str, Any], holder: Holder) -> None:
+        self.stored = stored
+        self._holder = holder
+
+    def __getitem__(self, key: str) -> Any:
+        return _show(self.stored[key], self._holder)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.stored[key] = to_stored_value(key, value, self._holder)
+
+    def __delitem__(self, key: str) -> None:
+        del self.stored[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> Any:  # copies and pickles are plain dicts
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _show(value: Any, holder: Holder) -> Any:
+    """Return a value of the state for users. Nested tables are views, and lists with sharded tensors are tuples."""
+    if holder is None:
+        return value
+    if isinstance(value, Mapping):
+        return _StateValues(value, holder)  # type: ignore[arg-type]
+    if isinstance(value, (list, tuple)):
+        shown = tuple(_show(item, holder) for item in value)
+        # A tuple, because changes of a copied list would be lost without an error.
+        return value if all(map(operator.is_, shown, value)) else shown
+    return to_public_value(value, holder)

@@ -24,7 +24,7 @@ def test_parameters_gradients_and_state_have_two_elements_inside_and_none_outsid
     placeholders = Placeholders()
     for has_gradient in (True, False, True):
         parameter.grad = torch.empty_like(parameter) if has_gradient else None
-        with torch.no_grad(), placeholders.replacing([parameter], state):
+        with torch.no_grad(), placeholders.replacing([parameter], lambda: state):
             assert parameter.shape == whole and parameter.dtype == torch.float64 and not parameter.any()
             assert (parameter.grad is not None) == has_gradient
             assert parameter.grad is None or (parameter.grad.shape == whole and not parameter.grad.any())
@@ -38,19 +38,19 @@ def test_what_an_optimizer_keeps_lives_from_step_to_step_and_ends_with_a_load() 
     parameter = nn.Parameter(torch.empty(0))
     state: dict[Tensor, Any] = {parameter: {}}
     placeholders = Placeholders()
-    with torch.no_grad(), placeholders.replacing([parameter], state):
+    with torch.no_grad(), placeholders.replacing([parameter], lambda: state):
         state[parameter] = {"mean": torch.ones_like(parameter), "number": torch.ones(1), "scalar": torch.ones(())}
     assert _shapes(state[parameter]) == [(0,), (1,), ()], "one element is a number"
-    with torch.no_grad(), placeholders.replacing([parameter], state):
+    with torch.no_grad(), placeholders.replacing([parameter], lambda: state):
         assert state[parameter]["mean"].tolist() == [1, 1] and state[parameter]["number"].tolist() == [1]
     state[parameter] = {"mean": torch.empty(0, dtype=torch.bfloat16)}
-    with torch.no_grad(), placeholders.replacing([parameter], state):
+    with torch.no_grad(), placeholders.replacing([parameter], lambda: state):
         assert state[parameter]["mean"].tolist() == [0, 0] and state[parameter]["mean"].dtype == torch.bfloat16
 
 
 def test_an_optimizer_that_raises_leaves_them_as_they_were() -> None:
     parameter = nn.Parameter(torch.empty(0, 2))
     state: dict[Tensor, Any] = {}
-    with pytest.raises(KeyError), Placeholders().replacing([parameter], state):
+    with pytest.raises(KeyError), Placeholders().replacing([parameter], lambda: state):
         raise KeyError
     assert parameter.shape == (0, 2) and parameter.requires_grad and not state

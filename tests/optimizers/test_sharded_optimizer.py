@@ -313,7 +313,9 @@ def _state_by_parameter(rank: int) -> None:
     for parameter in model.parameters():
         values = optimizer.state[parameter]
         assert values["step"].item() == 1
-        assert torch.allclose(values["exp_avg"], 0.1 * parameter.grad.to_local()), "the moment of this very parameter"
+        assert torch.allclose(values["exp_avg"].to_local(), 0.1 * parameter.grad.to_local()), (
+            "the moment of this very parameter"
+        )
     optimizer.state[model.first.weight]["exp_avg"].fill_(7.0)
     assert optimizer.state_dict_by_name()["state"]["first.weight"]["exp_avg"].full_tensor().eq(7.0).all()
     with pytest.raises(KeyError):
