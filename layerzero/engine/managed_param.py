@@ -15,6 +15,7 @@ from layerzero.dtensor.local_shard import LocalShard
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.dtensor.stale_parameter import current
 
 __all__ = ["ManagedParam", "ParamRegistry"]
 
@@ -77,21 +78,12 @@ class ParamRegistry:
     """
 
     def __init__(self, members: Mapping[str, ManagedParam], ignored: Iterable[nn.Parameter]) -> None:
-        self._members = members
         self._member_of = WeakIdKeyDictionary({member.sharded: member for member in members.values()})
-        self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
-    def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Register (original parameter, name) pairs, because an optimizer may refer to the original parameters."""
-        for parameter, name in origins:
-            self._origins[parameter] = self._members[name]
-
     def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Return the managed parameter of `parameter` (sharded or original), or None if `parameter` is not managed."""
-        member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
-        if member is None:
-            member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
+        """Return the managed parameter of `parameter` (sharded or stale), or None if `parameter` is not managed."""
+        member: ManagedParam | None = self._member_of.get(current(parameter))  # type: ignore[no-untyped-call]
         return member
 
     def is_ignored(self, parameter: Tensor) -> bool:

@@ -24,9 +24,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
 from layerzero.config import Units
+from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.common import Settings, current_parameters, is_sharded
+from layerzero.integrations.common import Settings, is_sharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
@@ -201,9 +202,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         If `parameters` are exactly the parameters of a sharded model, the method calls
         :func:`layerzero.clip_grad_norm_`.
         """
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for model in self._sharded_models:
-            clipped = current_parameters(model, clipped)
+        clipped = [current(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)]
         for model in self._sharded_models:
             if {id(p) for p in clipped} == {id(member.sharded) for member in get_state(model).members.values()}:
                 self.unscale_gradients()

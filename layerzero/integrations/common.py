@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.config import AUTO, LayerZeroConfig, Policy
@@ -18,7 +18,7 @@ from layerzero.sharding.module_methods import register_forward_method
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "register_generate"]
+__all__ = ["Settings", "is_sharded", "lightning_dtype", "register_generate"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -139,10 +139,3 @@ def is_sharded(model: object) -> bool:
     except ValueError:
         return False
     return True
-
-
-def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
-    """Return `parameters`, with each unsharded parameter of `model` replaced by its sharded counterpart."""
-    members = get_state(model).parameters
-    pairs = ((parameter, members.managed_param(parameter)) for parameter in parameters)
-    return [parameter if member is None else member.sharded for parameter, member in pairs]

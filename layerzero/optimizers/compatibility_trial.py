@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from layerzero.dtensor.stale_parameter import current
 from layerzero.optimizers.apex import apex_class, with_preparation
 from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step
 from layerzero.optimizers.placeholders import placeholder
@@ -108,7 +109,7 @@ def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param
         TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same number
             of dims as the optimizer's parameters.
     """
-    ndims = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
+    ndims = {current(parameter).ndim for group in optimizer.param_groups for parameter in group["params"]}
     fitting = [shape for shape in _CUTS if len(shape) in ndims]
     try:
         return _try_owners(optimizer, device, full_param_kinds, list(_CUTS))

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.stale_parameter import current
 
 __all__ = ["copy_optimizer", "inner_optimizers", "unwrap_step"]
 
@@ -130,8 +131,8 @@ def _convert_value(value: Any, old: Tensor, parameter: Tensor) -> Any:
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    value = plain(value.detach())
-    if value.ndim and value.shape == plain(old).shape:
+    value, old = plain(value.detach()), current(old)
+    if value.ndim and value.shape in (old.shape, plain(old).shape):
         first_element = value.flatten()[:1]
         return torch.full_like(parameter, float(first_element) if first_element.numel() else 0.0, dtype=value.dtype)
     return value.clone()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from layerzero.device.accelerator import require_no_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
+from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
@@ -316,7 +317,7 @@ class ShardedOptimizer(OptimizerProxy):
         """
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         params = param_group["params"]
-        parameters = [params] if isinstance(params, Tensor) else list(params)
+        parameters = [current(p) for p in ([params] if isinstance(params, Tensor) else params)]
         refuse_mixed_dtensors(
             self.inner, param_group, [p for p in parameters if self._lz_state.parameters.is_ignored(p)], parameters
         )
@@ -332,7 +333,7 @@ class ShardedOptimizer(OptimizerProxy):
                     "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
                     "before shard_model"
                 )
-            listed.append(parameter if member is None else member.sharded)
+            listed.append(parameter)
             masters.append(self._master_for(parameter, member))
             members.append(member)
         given = dict(param_group)

@@ -22,6 +22,7 @@ from layerzero.device.accelerator import compute_device, device_module, register
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
+from layerzero.dtensor.stale_parameter import make_stale
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.gathered_params import is_row_major
 from layerzero.engine.handle import Handle
@@ -399,7 +400,7 @@ def build_unit(
 
     Units are built one at a time, so that at most one unit has full tensors at any time.
     """
-    mesh_info = site.mesh_info
+    mesh_info, originals = site.mesh_info, list(plan.parameters)
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
@@ -437,6 +438,9 @@ def build_unit(
         else:
             info.parameter.data = nothing
         info.parameter.grad = None
+    replacements = {member.name: member.sharded for handle in handles for member in handle.members}
+    for parameter, name in {info.parameter: info.name for info in (*originals, *plan.parameters)}.items():
+        make_stale(parameter, name, replacements[name])
     unit = Unit(
         plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )

@@ -365,19 +365,16 @@ def _build(
         each: MeshResources(each, transport, pools, _create_refresher(each, config, pools))
         for each, transport in transports.items()
     }
-    origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     uninitialized: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
-        origins += [(info.parameter, info.name) for info in plan.parameters]
         site = sites[plan.mesh]
         unit, unit_uninitialized = build_unit(plan, planned, config, site, resources[site.mesh_info], param_init_fn)
         units_built.append(unit)
         uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     lz_state = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
-    lz_state.parameters.remember_origins(origins)
     if registered is not None:
         lz_state.on_close.append(registered.close)
     lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]

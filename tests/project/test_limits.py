@@ -23,6 +23,11 @@ COVERED: dict[str, tuple[str, ...]] = {
         "dtensor/test_extensions.py::test_what_it_takes_and_sends_is_counted",
         "integrations/test_torchao.py::test_float8_data_travel_and_scales_need_no_step_of_their_own",
     ),
+    "Using parameters that were read from the model before": (
+        "sharding/test_stale_parameters.py::test_every_use_of_a_stale_parameter_raises_and_names_it",
+        "sharding/test_stale_parameters.py::test_a_module_that_reads_its_weight_from_a_list_raises",
+        "sharding/test_stale_parameters.py::test_optimizers_and_groups_of_stale_parameters_are_sharded",
+    ),
     "Inside `layerzero.gathered`": (
         "engine/test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
     ),
