@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
 from layerzero.dtensor.extensions import has_extension, inner_tensor, reason_not_extensible
-from layerzero.dtensor.model_parallel_spec import reason_not_shardable
+from layerzero.dtensor.model_parallel_spec import local_part, reason_not_shardable
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
@@ -103,7 +104,7 @@ def partition(
         owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
         _refuse_unsupported(info, ranks[owner.mesh])
         owner.parameters.append(info)
-    _refuse_shared_values([info for plan in plans.values() for info in plan.parameters])
+    _refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
     return list(plans.values())
 
 
@@ -494,22 +495,71 @@ def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
         raise ValueError(f"parameter {name!r} is {why}. Convert it, or pass it in ignored_params{frozen}")
 
 
-def _refuse_shared_values(infos: Sequence[ParamInfo]) -> None:
-    """Raise ValueError if a tensor-subclass parameter shares its inner tensor with another parameter."""
-    plain = [info for info in infos if is_plain_strided(info.parameter)]
-    names = {_storage_and_offset(info.parameter): info.name for info in plain}
-    for info in infos:
-        if has_extension(info.parameter):
-            other = names.setdefault(_storage_and_offset(inner_tensor(info.parameter)), info.name)
-            if other != info.name:
-                raise ValueError(
-                    f"parameter {info.name!r} is a {type(info.parameter).__name__} that wraps the tensor of parameter "
-                    f"{other!r}. Sharding would separate the two. Use one parameter for both, or copy the values"
-                )
+class _Memory(NamedTuple):
+    """Memory of one tensor, as addresses in bytes. On the meta device, addresses are relative to the storage."""
+
+    storage: tuple[str, int]  # device, and on the meta device the identity of the storage
+    begin: int
+    end: int
+    name: str
+    is_sharded: bool
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, *, is_sharded: bool) -> _Memory:
+        storage, on_meta = tensor.untyped_storage(), tensor.is_meta
+        last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * tensor.itemsize + (0 if on_meta else storage.data_ptr())
+        key = str(tensor.device), storage._cdata if on_meta else 0
+        return cls(key, begin, begin + (last + 1) * tensor.itemsize, name, is_sharded, tensor)
 
 
-def _storage_and_offset(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+def _refuse_shared_memory(model: nn.Module, sharded: Collection[int]) -> None:
+    """Raise ValueError if a parameter shares memory with another tensor of the model. Sharding would separate the two.
+
+    Args:
+        sharded: ids of the parameters that will be sharded.
+    """
+    used = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_sharded = id(tensor) in sharded
+        values = inner_tensor(tensor) if is_sharded and has_extension(tensor) else local_part(tensor)
+        if is_plain_strided(values) and values.numel():
+            used.append(_Memory.of(name, values, is_sharded=is_sharded))
+    ranges: list[list[_Memory]] = []  # tensors whose ranges of addresses overlap
+    for memory in sorted(used, key=lambda each: (each.storage, each.begin)):
+        if ranges and memory.storage == ranges[-1][0].storage and memory.begin < max(each.end for each in ranges[-1]):
+            ranges[-1].append(memory)
+        else:
+            ranges.append([memory])
+    for tensors in ranges:
+        if len(tensors) > 1 and any(each.is_sharded for each in tensors):
+            _refuse_shared_elements(sorted(tensors, key=lambda each: each.is_sharded))
+
+
+def _refuse_shared_elements(tensors: Sequence[_Memory]) -> None:
+    """Raise ValueError if a sharded parameter has elements of a tensor before it in `tensors`.
+
+    Tensors whose ranges of addresses overlap may have different elements, such as columns of one matrix.
+    """
+    first, last = min(each.begin for each in tensors), max(each.end for each in tensors)
+    unit = math.gcd(*(number for each in tensors for number in (each.begin - first, each.tensor.itemsize)))
+    users = torch.zeros(
+        (last - first) // unit, dtype=torch.int32
+    )  # for each unit of memory: index in `tensors`, plus 1
+    for index, (_, begin, _, name, is_sharded, tensor) in enumerate(tensors):
+        itemsize = tensor.itemsize
+        dims = [(size, stride * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+        sizes, steps = zip(*dims, (itemsize // unit, unit), strict=True)
+        own = users.as_strided(sizes, [step // unit for step in steps], (begin - first) // unit)
+        if is_sharded and (other := int(own.max())):
+            raise ValueError(
+                f"parameter {name!r} shares memory with {tensors[other - 1].name!r}, for example because one was "
+                "assigned to the other's .data. Sharding would separate the two. To tie weights, assign one parameter "
+                "to both modules (b.weight = a.weight). Otherwise copy the values before shard_model (p.data = "
+                "p.data.clone())"
+            )
+        own.fill_(index + 1)
 
 
 def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:

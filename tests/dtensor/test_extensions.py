@@ -410,14 +410,11 @@ def _refused(rank: int) -> None:
         shard(transposed)
     tied = nn.Sequential(Layer(Rounded), nn.Linear(WIDTH, WIDTH, dtype=FP64))
     tied[0].weight = nn.Parameter(Rounded(tied[1].weight))
-    with pytest.raises(
-        ValueError,
-        match=r"'0.weight' is a Rounded that wraps the tensor of parameter '1.weight'. Sharding would separate",
-    ):
+    with pytest.raises(ValueError, match=r"'1.weight' shares memory with '0.weight'.*Sharding would separate"):
         shard(tied)
     tied[0].weight = nn.Parameter(Rounded(torch.ones(WIDTH, WIDTH, dtype=FP64)))
     tied[1].weight = nn.Parameter(Rounded(tied[0].weight.values), requires_grad=False)
-    with pytest.raises(ValueError, match="Use one parameter for both, or copy the values"):
+    with pytest.raises(ValueError, match=r"assign one parameter to both modules.*Otherwise copy the values"):
         shard(tied)
     for way, error, text in (
         ("raises", (ArithmeticError, RuntimeError), "no way to send it"),

@@ -28,6 +28,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "sharding/test_stale_parameters.py::test_a_module_that_reads_its_weight_from_a_list_raises",
         "sharding/test_stale_parameters.py::test_optimizers_and_groups_of_stale_parameters_are_sharded",
     ),
+    "Parameters that share memory": (
+        "sharding/test_overlapping_tensors.py::test_tensors_that_share_elements_are_refused_and_views_of_one_buffer_are_not",
+    ),
     "Inside `layerzero.gathered`": (
         "engine/test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
     ),
