@@ -195,7 +195,7 @@ class Handle:
         parameter.gathered = leaf
         copy_attributes_and_hooks(original, gathered=leaf, sharded=parameter)
         module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, accumulate_grad)
+        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, id(original), accumulate_grad)
 
     @torch.no_grad()
     def change_layout(self, layout: FlatLayout) -> None:

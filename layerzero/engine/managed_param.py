@@ -31,6 +31,7 @@ class ManagedParam:
     master: Tensor  # this rank's rows, a plain tensor in master dtype, updated by the optimizer
     spec: RowShardSpec
     shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
+    original_id: int  # id of the parameter that `sharded` has replaced, for tables that are keyed by id
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
     # `master` as the parameter that optimizers step. It has the attributes of `sharded`, also those that are set later.
@@ -78,13 +79,24 @@ class ParamRegistry:
     """
 
     def __init__(self, members: Mapping[str, ManagedParam], ignored: Iterable[nn.Parameter]) -> None:
-        self._member_of = WeakIdKeyDictionary({member.sharded: member for member in members.values()})
+        self._member_of_id = {
+            key: member
+            for member in members.values()
+            for key in (member.original_id, id(member.sharded), id(member.master_param))
+        }
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
-    def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Return the managed parameter of `parameter` (sharded or stale), or None if `parameter` is not managed."""
-        member: ManagedParam | None = self._member_of.get(current(parameter))  # type: ignore[no-untyped-call]
-        return member
+    def managed_param(self, parameter: Tensor | int) -> ManagedParam | None:
+        """Return the managed parameter of `parameter`, or None if it is not managed.
+
+        Args:
+            parameter: a sharded, stale or master parameter, or the id of one.
+        """
+        if isinstance(parameter, int):
+            return self._member_of_id.get(parameter)
+        member = self._member_of_id.get(id(parameter))
+        is_same = member is not None and (parameter is member.master_param or current(parameter) is member.sharded)
+        return member if is_same else None
 
     def is_ignored(self, parameter: Tensor) -> bool:
         """Return whether `parameter` is a parameter of the model that `shard_model` left unsharded."""

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from layerzero.dtensor.stale_parameter import current
 from layerzero.optimizers.apex import apex_class, with_preparation
-from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step
+from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step, user_attributes
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
@@ -44,6 +44,7 @@ _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (3, 2, 2, 2): (0, 1, 2, 2, 3),
     (2, 4): (0, 0, 1, 2, 2),
 }
+_MOST_KINDS = 16  # maximum number of kinds of groups in a trial that are distinguished by attributes
 _LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where parameters do not change
 
 
@@ -240,14 +241,28 @@ def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data
 def _one_group_per_kind(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return one parameter group of each kind; see :func:`group_kind`.
 
-    Optimizers often have one group per layer, and these groups differ only in their learning rates.
+    Optimizers often have one group per layer, and these groups differ only in their learning rates. A group whose
+    parameters have different attributes is split, because an optimizer may choose its update by an attribute.
     """
-    kinds: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
-        kinds.setdefault(group_kind(group), group)
+    for by_value in ((bool, str), (bool,), ()):  # strings may be different for each parameter, as names are
+        kinds: dict[tuple[str, str], dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            by_attributes: dict[str, list[Tensor]] = {}
+            for parameter in group["params"]:
+                by_attributes.setdefault(_attribute_kind(parameter, by_value), []).append(parameter)
+            for attributes, parameters in by_attributes.items():
+                part = group if len(by_attributes) == 1 else {**group, "params": parameters}
+                kinds.setdefault((group_kind(group), attributes), part)
+        if len(kinds) <= _MOST_KINDS:
+            break
     return list(kinds.values())
+
+
+def _attribute_kind(parameter: Tensor, by_value: tuple[type, ...]) -> str:
+    attributes = user_attributes(current(parameter)).items()
+    return repr(
+        sorted((name, repr(value if isinstance(value, by_value) else type(value))) for name, value in attributes)
+    )
 
 
 def group_kind(group: Mapping[str, Any]) -> str:

@@ -5,28 +5,37 @@ torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``co
 other attributes, but most third-party optimizers have such attributes. Therefore the attributes are deep-copied one by
 one. The memo dict of ``copy.deepcopy`` maps the original's parameters and state to the new ones, so that attributes
 that refer to them are not copied again.
+
+[Note: Tables of parameters]
+An optimizer may refer to parameters outside of its groups and its state: in dicts that are keyed by parameter or by
+``id(parameter)``, in sets and in lists. As the groups do, these containers refer to sharded parameters between steps,
+where users fill and read them, and to masters during a step. Containers are changed in place, also containers inside
+containers and inside the attributes of objects.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.stale_parameter import current
 
-__all__ = ["copy_optimizer", "inner_optimizers", "unwrap_step"]
+__all__ = ["HOOKS", "copy_optimizer", "inner_optimizers", "replace_params", "unwrap_step", "user_attributes"]
 
-_HOOKS = (
+HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -34,6 +43,11 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+_NOT_TABLES = ("params", "param_names", "param_groups", "state", *HOOKS)  # attributes and settings
+_LEVELS = 7  # depth of nested containers, where a dict has two levels: itself and its pairs of keys and values
+_LEAVES = (float, str, bool, NoneType)
+_OPAQUE = (torch.nn.Module, Optimizer, FunctionType, ModuleType, type)  # objects whose attributes are not searched
+_NOT_THE_USERS = {"gathered", "_is_param", "main_grad", "grad_added_to_main_grad"}  # attributes of sharded parameters
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
 # Types of resources outside of the optimizer. The copy refers to the same objects as the original.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
@@ -41,6 +55,9 @@ _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
     """Return a copy of the optimizer that has the same class, attributes and settings but steps other parameters.
+
+    References to parameters in attributes become references to the new parameters, if possible with the same number of
+    dims. A new parameter gets the attributes of an old one.
 
     If a parameter in a group has state, all parameters in the copied group get similar state, because some optimizers
     create state in their constructor.
@@ -59,7 +76,13 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     new_groups = []
     for settings, parameters in groups:
         old_parameters = list(settings["params"])
-        memo.update({id(old): parameters[index % len(parameters)] for index, old in enumerate(old_parameters)})
+        for index, old in enumerate(old_parameters):
+            alike = [parameter for parameter in parameters if parameter.ndim == current(old).ndim] or parameters
+            memo[id(old)] = alike[index % len(alike)]
+        for parameter in parameters:
+            old = min(map(current, old_parameters), key=lambda old: old.ndim != parameter.ndim)  # alike, or the first
+            for name, value in user_attributes(old).items():
+                vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
         memo[id(settings["params"])] = list(parameters)
         parameter_with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
         if parameter_with_state is not None:
@@ -73,13 +96,57 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
+    ids = {id(old): memo[id(old)] for old in all_parameters}
     memo[id(optimizer.param_groups)] = [
         {**{key: _copy_value(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
         for settings, parameters in new_groups
     ]
     optimizer_copy: Optimizer = _create_blank(optimizer, memo)
     _copy_attributes(optimizer_copy, optimizer, memo)
+    for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
+        replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
     return optimizer_copy
+
+
+def replace_params(settings: dict[str, Any], find: Callable[[Tensor | int], Tensor | None]) -> None:
+    """Replace parameters and their ids in an optimizer's attributes or a group; see [Note: Tables of parameters].
+
+    Args:
+        find: function that returns the replacement of a tensor, or of the tensor with an id. None means no replacement.
+    """
+    for name, value in settings.items():
+        if name not in _NOT_TABLES:
+            settings[name] = _replace_in(value, find, _LEVELS)
+
+
+def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], levels: int) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor) or kind is int:
+        new = find(value)
+        return value if new is None else id(new) if kind is int else new
+    if kind in _LEAVES or not levels:
+        return value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = list(value)
+    elif isinstance(value, (dict, WeakKeyDictionary, WeakIdKeyDictionary)):
+        items = list(value.items())
+    else:
+        if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+            _replace_in(vars(value), find, levels - 1)
+        return value
+    new_items = [_replace_in(item, find, levels - 1) for item in items]
+    if all(map(operator.is_, items, new_items)):
+        return value
+    if isinstance(value, (tuple, frozenset)):
+        return value._make(new_items) if hasattr(value, "_make") else kind(new_items)
+    value.clear()
+    getattr(value, "extend" if hasattr(value, "extend") else "update")(new_items)
+    return value
+
+
+def user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user has set on a parameter."""
+    return {name: value for name, value in vars(parameter).items() if name not in _NOT_THE_USERS}
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -107,7 +174,7 @@ def _copy_attributes(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict
             memo.setdefault(id(inner.state), defaultdict(dict))
             _copy_attributes(_create_blank(inner, memo), inner, memo)
     for key, value in vars(optimizer).items():
-        if key in _HOOKS:
+        if key in HOOKS:
             vars(optimizer_copy)[key] = OrderedDict()
         elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
             vars(optimizer_copy)[key] = _copy_value(value, memo)

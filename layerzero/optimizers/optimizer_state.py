@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
@@ -56,29 +57,21 @@ def to_stored_value(key: str, value: Any, holder: Holder) -> Any:
     """Convert a value that the user assigns to the stored form, the inverse of :func:`to_public_value`.
 
     Tensors that are sharded, or have the parameter's global shape, become local rows, or the full tensor on an owner.
-    The result of other ranks than the owner is in public form. Other values and tables remain the same objects.
+    On other ranks than the owner, the result is in public form. If nothing is converted, return `value` itself.
     """
-    if holder is None or not isinstance(value, (Tensor, dict, list, tuple)):
-        return value
-    if isinstance(value, dict):
-        stored = {name: to_stored_value(name, each, holder) for name, each in value.items()}
-        return value if all(map(operator.is_, stored.values(), value.values())) else stored
-    if isinstance(value, (list, tuple)):
-        items = [to_stored_value(key, each, holder) for each in value]
-        return value if all(map(operator.is_, items, value)) else type(value)(items)
-    member = holder.member if isinstance(holder, OwnedParam) else holder
-    if not isinstance(value, DTensor) and (not value.ndim or tuple(value.shape) != member.spec.full_shape):
-        return value
-    if not isinstance(holder, OwnedParam):
-        return _rows_of_rank(key, value, holder, copy=False)
-    if isinstance(value, DTensor) and not _is_on_owner(value, holder):
-        value = value.full_tensor()  # type: ignore[no-untyped-call]
-    if not value.ndim:
-        return value
-    full = _full_on_owner(key, value, holder, copy=False)
-    return (
-        full if holder.is_owned_by_this_rank else sharded(full[:0], holder.state_spec(value.shape), MutationTracker())
-    )
+
+    def convert(leaf: Any) -> Any:
+        if holder is None or not isinstance(leaf, Tensor):
+            return leaf
+        if not isinstance(holder, OwnedParam):
+            is_global = isinstance(leaf, DTensor) or (leaf.ndim and tuple(leaf.shape) == holder.spec.full_shape)
+            return _rows_of_rank(key, leaf, holder, copy=False) if is_global else leaf
+        full = _full_on_owner(key, leaf, holder, copy=False)
+        is_stored = holder.is_owned_by_this_rank or not leaf.ndim
+        return full if is_stored else sharded(full[:0], holder.state_spec(leaf.shape), MutationTracker())
+
+    stored = tree_map(convert, value)
+    return value if all(map(operator.is_, tree_leaves(stored), tree_leaves(value))) else stored
 
 
 IMPLEMENTATION_SETTINGS = (
@@ -163,26 +156,14 @@ def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> An
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device
-    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not _is_on_owner(value, owned):
-            raise ValueError(
-                f"state {key!r} of {owned.member.name!r} is not sharded like the parameter, whose owner has all rows. "
-                "Load it through a checkpoint"
-            )
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if isinstance(local, LocalShard) and local.spec.same_sharding(owned.state_spec(value.shape)):
         return plain(value).to(device, copy=copy)
     full, model_parallel = (
         (value.full_tensor() if isinstance(value, DTensor) else value),
         owned.state_spec(value.shape).model_parallel,
     )
     return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
-
-
-def _is_on_owner(value: DTensor, owned: OwnedParam) -> bool:
-    """Return whether `value` is sharded like the state of the owned parameter, with all rows on the owner."""
-    local = value._local_tensor
-    return isinstance(local, LocalShard) and bool(
-        value.ndim and local.spec.same_sharding(owned.state_spec(value.shape))
-    )
 
 
 def _rows_of_rank(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:

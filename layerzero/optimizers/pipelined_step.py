@@ -10,7 +10,7 @@ needs one optimizer call on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,6 @@ _MOST = 8  # maximum number of parts; the first update, about an eighth of the w
 def update_params(
     inner: Optimizer,
     ownership: OwnerTable,
-    names: Mapping[int, str],
     lz_state: LayerZeroState,
     refresh: RefreshRound | None,
     take_step: Callable[[], Any],
@@ -39,7 +38,6 @@ def update_params(
 
     Args:
         inner: optimizer whose groups list masters.
-        names: parameter names, keyed by the id of the master.
         refresh: round in which the refreshes of handles are launched, or None if refreshes are launched later.
         take_step: function that steps `inner`.
     """
@@ -50,7 +48,7 @@ def update_params(
         if refresh is None or not has_transfers or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)
         else:
-            _step_in_parts(inner, names, lz_state.handles, refresh, take_step)
+            _step_in_parts(inner, lz_state.handles, refresh, take_step)
 
 
 def _can_step_in_parts(inner: Optimizer) -> bool:
@@ -64,21 +62,17 @@ def _can_step_in_parts(inner: Optimizer) -> bool:
 
 
 def _step_in_parts(
-    inner: Optimizer,
-    names: Mapping[int, str],
-    handles: Sequence[Handle],
-    refresh: RefreshRound,
-    take_step: Callable[[], Any],
+    inner: Optimizer, handles: Sequence[Handle], refresh: RefreshRound, take_step: Callable[[], Any]
 ) -> None:
     parts = _split_handles(handles)
-    part_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
+    part_of = {id(each.master_param): n for n, part in enumerate(parts) for handle in part for each in handle.members}
     groups = inner.param_groups
     params_by_group = [group["params"] for group in groups]
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
     for index, masters in enumerate(params_by_group):
         for master in masters:
             # Parameters that are not sharded belong to the last part.
-            chosen[part_of.get(names.get(id(master), ""), -1)][index].append(master)
+            chosen[part_of.get(id(master), -1)][index].append(master)
     try:
         for part, by_group in zip(parts, chosen, strict=True):
             present = [(group, masters) for group, masters in zip(groups, by_group, strict=True) if masters]

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from layerzero.device.accelerator import require_no_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
@@ -31,6 +32,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
+from layerzero.optimizers.optimizer_copy import replace_params
 from layerzero.optimizers.optimizer_state import (
     IMPLEMENTATION_SETTINGS,
     Holder,
@@ -47,7 +49,7 @@ from layerzero.optimizers.optimizer_state import (
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update_params
-from layerzero.optimizers.placeholders import Placeholders
+from layerzero.optimizers.placeholders import Placeholders, placeholder
 from layerzero.optimizers.state_view import ParamKeyedState
 from layerzero.optimizers.torch_state_dict import first_state, first_states, to_numbered, to_optimizer_names
 from layerzero.optimizers.wrapped_optimizer import (
@@ -111,37 +113,31 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     return ShardedOptimizer(optimizer, lz_state, full_param_kinds)
 
 
-def _trainable_masters(lz_state: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that an optimizer updates: masters of trainable parameters and trainable ignored parameters."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            member = lz_state.parameters.managed_param(parameter)
-            yield parameter if member is None else member.master
-
-
 class ShardedOptimizer(OptimizerProxy):
     """Torch ``Optimizer`` over sharded parameters. Created by :func:`shard_optimizer`.
 
-    Other public attributes are read from the wrapped optimizer. Methods of the wrapped optimizer,
+    Other public attributes are those of the wrapped optimizer. Methods of the wrapped optimizer,
     such as ``train`` and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these
     methods, because the changed weights are refreshed before the next forward.
 
     Attributes:
         inner: the wrapped optimizer. Its state is keyed by master. Masters are plain tensors with this rank's rows.
-        state: the same state, keyed by sharded parameter.
+        state: the same state, keyed by sharded parameter, with sharded tensors that share memory with it.
     """
+
+    load_error: str | None = None  # error that the next step raises; set while a load is incomplete
+    before_update: Callable[[], None] | None = None  # called when all gradients are final
+    guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
 
     def __init__(self, inner: Optimizer, lz_state: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self._counted = StepCounter(lz_state.mesh_info.counters.steps)
-        self.load_error: str | None = None  # error that the next step raises; set while a load is incomplete
-        self.before_update: Callable[[], None] | None = None  # called when all gradients are final
-        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
         self._lz_state = lz_state
         self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
         self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (rows that replace a sharded tensor, that tensor)
         self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
@@ -167,6 +163,8 @@ class ShardedOptimizer(OptimizerProxy):
                     holder = None if member is None else self._holder_of(member.sharded)
                     if values := self._shard_state_of(old_state[parameter], holder, group):
                         inner.state[master] = values
+        for find in (self._find_master, self._find_sharded):  # tables may refer to parameters from before shard_model
+            self._replace_references(find)
         watching = lz_state.mesh_info.counters.on_launch
         if watching is not None and not lz_state.optimizers:  # if there are several optimizers, count steps once
             watching.count_steps_of(self)
@@ -223,17 +221,10 @@ class ShardedOptimizer(OptimizerProxy):
             return loss
         self.state.forget_owners()
         with self._lz_state.refreshes.step() as refresh, self._use_masters_in_groups():
-            names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
 
             def update_all(take_step: Callable[[], Any]) -> None:
-                update_params(
-                    self.inner,
-                    self._owner_table,
-                    names,
-                    self._lz_state,
-                    refresh,
-                    with_preparation(self.inner, take_step),
-                )
+                prepared = with_preparation(self.inner, take_step)
+                update_params(self.inner, self._owner_table, self._lz_state, refresh, prepared)
 
             step_without_global_hooks(self.inner, update_all)
         self._lz_state.gradients.record_step(list(self._member_at.values()))
@@ -271,6 +262,7 @@ class ShardedOptimizer(OptimizerProxy):
         # See [Note: Parameter groups during a step].
         params_by_group = [group["params"] for group in self.param_groups]
         try:
+            self._replace_references(self._find_master)
             for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
                 for parameter, master in zip(parameters, masters, strict=True):
                     if master is not parameter:
@@ -279,11 +271,30 @@ class ShardedOptimizer(OptimizerProxy):
             with self._placeholders.replacing(self._masters_without_rows(), lambda: self.state.stored):
                 yield
         finally:
+            self._replace_references(self._find_sharded)
             for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
                 group["params"] = parameters
                 for parameter, master in zip(parameters, masters, strict=True):
                     if master is not parameter:
                         master.grad = None
+
+    def _replace_references(self, find: Callable[[Tensor | int], Tensor | None]) -> None:
+        for settings in () if is_elementwise_by_name(self.inner) else (vars(self.inner), *self.param_groups):
+            replace_params(settings, find)
+
+    def _find_master(self, reference: Tensor | int) -> Tensor | None:
+        if (member := self._lz_state.parameters.managed_param(reference)) is not None:
+            return member.master_param
+        if not isinstance(reference, RowShardedTensor):
+            return None
+        rows = plain(reference) if plain(reference).numel() else placeholder(plain(reference))
+        self._lent[id(rows)] = rows, reference
+        return rows
+
+    def _find_sharded(self, reference: Tensor | int) -> Tensor | None:
+        if (member := self._lz_state.parameters.managed_param(reference)) is not None:
+            return member.sharded
+        return self._lent.pop(id(reference), (None, None))[1]
 
     def _masters_without_rows(self) -> list[Tensor]:
         """Return the empty masters that need placeholders during a step; see placeholders.py."""
@@ -323,28 +334,21 @@ class ShardedOptimizer(OptimizerProxy):
         )
         listed: list[Tensor] = []
         masters: list[Tensor] = []
-        members: list[ManagedParam | None] = []
-        require_apex_dtypes(self.inner, _trainable_masters(self._lz_state, parameters))
-        for parameter in parameters:
-            member = self._lz_state.parameters.managed_param(parameter)
-            if member is None and not self._lz_state.parameters.is_ignored(parameter):
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the model when it "
-                    "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
-                    "before shard_model"
-                )
-            listed.append(parameter)
-            masters.append(self._master_for(parameter, member))
-            members.append(member)
-        given = dict(param_group)
-        count = len(self.inner.param_groups)
+        members: list[ManagedParam] = []
+        given, count = dict(param_group), len(self.inner.param_groups)
         try:
+            for parameter in parameters:
+                member = self._lz_state.parameters.managed_param(parameter)
+                masters.append(self._master_for(parameter, member))
+                listed.append(parameter)
+                members += [] if member is None else [member]
+            require_apex_dtypes(self.inner, [master for master in masters if master.requires_grad])
             param_group["params"] = masters
             self.inner.add_param_group(param_group)
             param_group.update(self.inner.param_groups[-1])  # an overridden method may have added a copy
             self.inner.param_groups[-1] = param_group
             masters, param_group["params"] = param_group["params"], listed
-            self._owner_table.add_group(param_group, [member for member in members if member])
+            self._owner_table.add_group(param_group, members)
         except Exception:
             del self.inner.param_groups[count:]
             param_group.clear()
@@ -361,6 +365,12 @@ class ShardedOptimizer(OptimizerProxy):
         self._owner_table.update_owners()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
+        if member is None and not self._lz_state.parameters.is_ignored(parameter):
+            raise ValueError(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the model when it "
+                "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
+                "before shard_model"
+            )
         if member is None:  # shard_model has ignored the parameter, so the optimizer updates it directly
             self._master_of[id(parameter)] = parameter
             return parameter

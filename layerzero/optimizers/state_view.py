@@ -142,9 +142,6 @@ class ParamKeyedState(MutableMapping[Any, Any]):
             return self[key]
         return default
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        return super().pop(key, *default) if key in self or not default else default[0]
-
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
@@ -176,10 +173,11 @@ class _StateValues(MutableMapping[str, Any]):
 
     Args:
         stored: state with local rows.
-        holder: describes the sharding of the state.
+        holder: describes the sharding of the state. If it is None, as in a copy that another package creates by
+            ``type(values)({...})``, `stored` is shown as is.
     """
 
-    def __init__(self, stored: MutableMapping[str, Any], holder: Holder) -> None:
+    def __init__(self, stored: MutableMapping[str, Any], holder: Holder = None) -> None:
         self.stored = stored
         self._holder = holder
 
@@ -206,9 +204,6 @@ class _StateValues(MutableMapping[str, Any]):
 
     def __reduce__(self) -> Any:  # copies and pickles are plain dicts
         return dict, (dict(self),)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
 
 
 def _show(value: Any, holder: Holder) -> Any:

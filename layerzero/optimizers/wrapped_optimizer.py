@@ -64,7 +64,7 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """Optimizer that reads and writes public attributes on the inner optimizer if it does not define them itself."""
+    """Optimizer whose public attributes are those of the inner optimizer, unless the class defines them itself."""
 
     inner: Optimizer
 
@@ -82,10 +82,7 @@ class OptimizerProxy(Optimizer):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_proxy_attribute = (
-            name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self)
-        )
-        if is_proxy_attribute or name not in vars(self.inner):
+        if name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
@@ -131,7 +128,9 @@ def _call_now(take_step: Callable[[], Any]) -> None:
 _MIXED = (
     "{name} updates all tensors of a parameter group at once, which is not possible if one group has sharded "
     "parameters (plain tensors inside layerzero) and DTensors of another framework. Move the DTensors that "
-    "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself"
+    "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself. "
+    "If step() combines parameters with sharded tensors in their attributes, keep these tensors in a dict of the "
+    "optimizer, keyed by parameter"
 )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 import layerzero
-from tests.support.models import full_parameters
+from tests.support.models import assert_close, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 
 # (ranks, zero3_size)
@@ -100,3 +102,215 @@ def _attributes(rank: int, zero3_size: int) -> None:
 @pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
 def test_a_step_sees_attributes_of_parameters_whenever_they_were_set(world_size: int, zero3_size: int) -> None:
     run_ranks(_attributes, zero3_size, world_size=world_size)
+
+
+class Holder:
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+
+def _index(group: list[Tensor], parameter: Tensor) -> int:
+    return next((index for index, each in enumerate(group) if each is parameter), -1)
+
+
+# A table of factors, and a function that finds the factor of a parameter in it, both by kind of table.
+TABLES: dict[str, Callable[[dict[Tensor, float]], Any]] = {
+    "by parameter": dict,
+    "by id": lambda factors: {id(p): factor for p, factor in factors.items()},
+    "default": lambda factors: defaultdict(lambda: 1.0, factors),
+    "weak": WeakIdKeyDictionary,
+    "nested": lambda factors: {"first": [{"second": factors}]},
+    "set": lambda factors: {factor: {p for p, f in factors.items() if f == factor} for factor in factors.values()},
+    "ids": lambda factors: [(f, frozenset(id(p) for p, g in factors.items() if f == g)) for f in factors.values()],
+    "lists": lambda factors: (list(factors), list(factors.values())),
+    "of an object": Holder,
+    "values": lambda factors: {str(index): (p, factor) for index, (p, factor) in enumerate(factors.items())},
+}
+FIND: dict[str, Callable[[Any, Tensor], float]] = {
+    "by parameter": lambda table, p: table.get(p, 1.0),
+    "by id": lambda table, p: table.get(id(p), 1.0),
+    "default": lambda table, p: table[p],
+    "weak": lambda table, p: table.get(p, 1.0),
+    "nested": lambda table, p: table["first"][0]["second"].get(p, 1.0),
+    "set": lambda table, p: next((factor for factor, chosen in table.items() if p in chosen), 1.0),
+    "ids": lambda table, p: next((factor for factor, chosen in table if id(p) in chosen), 1.0),
+    "lists": lambda table, p: [*table[1], 1.0][_index(table[0], p)],
+    "of an object": lambda table, p: table.table.get(p, 1.0),
+    "values": lambda table, p: next((factor for each, factor in table.values() if each is p), 1.0),
+}
+
+
+class Looked(Scaled):
+    """SGD whose rates are multiplied by the factors in a table."""
+
+    def __init__(self, params: Iterable[Any], kind: str, table: Any = None) -> None:
+        super().__init__(params)
+        self.kind = kind
+        if table is not None:
+            self.table = table
+
+    def factor(self, parameter: Tensor) -> float:
+        table = getattr(self, "table", None) or self.param_groups[0].get("table")
+        return 1.0 if table is None else FIND[self.kind](table, parameter)
+
+
+def _factors(model: nn.Module) -> dict[Tensor, float]:
+    return {model.first.weight: 10.0, model.second.bias: 4.0, model.gain: 2.0}
+
+
+CASES = ("built before", "table from before", "built after", "in a group", "owners", "assigned later", "changed later")
+
+
+def _build(case: str, kind: str, model: nn.Module, early: dict[str, Any]) -> Any:
+    if case == "built before":
+        return layerzero.shard_optimizer(early["optimizer"], model, elementwise=True)
+    make = TABLES[kind]
+    tables = {"table from before": early["table"], "assigned later": None, "changed later": make({})}
+    table = tables[case] if case in tables else make(_factors(model))
+    groups: Any = [{"params": list(model.parameters()), "table": table}] if case == "in a group" else model.parameters()
+    inner = Looked(groups, kind, None if case == "in a group" else table)
+    optimizer = layerzero.shard_optimizer(inner, model, elementwise=case != "owners")
+    if case == "changed later" and isinstance(optimizer.table, dict):
+        optimizer.table.update(make(_factors(model)))
+    elif case in ("changed later", "assigned later"):
+        optimizer.table = make(_factors(model))
+    return optimizer
+
+
+def _tables(rank: int, zero3_size: int) -> None:
+    for kind, make in TABLES.items():
+        model = Net()
+        early = {"table": make(_factors(model)), "optimizer": Looked(model.parameters(), kind, make(_factors(model)))}
+        sharded(model, zero3_size)
+        for case in CASES:
+            if (kind, case) == ("weak", "table from before"):
+                continue  # its keys have been freed
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1.0)
+            optimizer = _build(case, kind, model, early)
+            step(model, optimizer)
+            expect_factors(model, f"{kind}, {case}")
+            table = getattr(optimizer, "table", None) or optimizer.param_groups[0]["table"]
+            found = {name: FIND[kind](table, parameter) for name, parameter in model.named_parameters()}
+            expected = {"first.weight": 10.0, "second.weight": 1.0, "second.bias": 4.0, "gain": 2.0}
+            assert found == expected, f"{kind}, {case}: read between steps"
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
+def test_a_step_finds_parameters_in_tables(world_size: int, zero3_size: int) -> None:
+    run_ranks(_tables, zero3_size, world_size=world_size)
+
+
+class Chosen(Scaled):
+    """Divides the updates of chosen parameters by the norms of their gradients, which needs the full parameters."""
+
+    def __init__(self, params: Iterable[Any], kind: str) -> None:
+        super().__init__(params)
+        self.kind, self.chosen = kind, set()
+
+    def factor(self, parameter: Tensor) -> float:
+        chosen = {
+            "attribute": lambda: getattr(parameter, "is_chosen", False),
+            "required attribute": lambda: parameter.role == "matrix",
+            "set": lambda: parameter in self.chosen,
+            "ids": lambda: id(parameter) in self.chosen,
+        }[self.kind]
+        return 1 / (1 + parameter.grad.norm()) if chosen() else 1.0
+
+
+def _choose(rank: int, zero3_size: int) -> None:
+    for kind in ("attribute", "required attribute", "set", "ids"):
+        for is_early in (True, False):
+            net, model = Net(), Net()
+            theirs, optimizer = Chosen(net.parameters(), kind), Chosen(model.parameters(), kind)
+            if not is_early:
+                sharded(model, zero3_size)
+                optimizer = Chosen(model.parameters(), kind)
+            for each, its_optimizer in ((net, theirs), (model, optimizer)):
+                for index, parameter in enumerate(each.parameters()):
+                    parameter.role, parameter.label = "matrix" if parameter.ndim == 2 else "other", str(index)
+                each.second.weight.is_chosen = True
+                its_optimizer.chosen.add(each.second.weight if kind == "set" else id(each.second.weight))
+            if is_early:
+                sharded(model, zero3_size)
+            optimizer = layerzero.shard_optimizer(optimizer, model)
+            assert optimizer.has_owners, f"{kind}: the trial has seen that some parameters are updated in full"
+            step(model, optimizer)
+            step(net, theirs)
+            assert_close(full_parameters(model), dict(net.named_parameters()), kind)
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 2)])
+def test_the_trial_steps_parameters_of_each_kind_that_attributes_and_tables_make(
+    world_size: int, zero3_size: int
+) -> None:
+    run_ranks(_choose, zero3_size, world_size=world_size)
+
+
+class Masked(Scaled):
+    """SGD whose gradients are multiplied by tensors in a table, and which counts steps in a table."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.masks: dict[Tensor, Tensor] = {p: torch.full_like(p, 2.0) for p in self.param_groups[0]["params"]}
+        self.counts: dict[Tensor, int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.counts[parameter] = self.counts.get(parameter, 0) + 1
+            parameter.sub_(parameter.grad * self.masks[parameter])
+
+
+def _masked(rank: int, zero3_size: int) -> None:
+    model = sharded(Net(), zero3_size)
+    optimizer: Any = layerzero.shard_optimizer(Masked(model.parameters()), model, elementwise=True)
+    step(model, optimizer)
+    with torch.no_grad():
+        optimizer.masks[model.gain].fill_(4.0)
+    step(model, optimizer)
+    found = {name: parameter.unique().tolist() for name, parameter in full_parameters(model).items()}
+    assert found == {"first.weight": [-3.0], "second.weight": [-3.0], "second.bias": [-3.0], "gain": [-5.0]}
+    assert optimizer.counts == dict.fromkeys(model.parameters(), 2), "a table that the steps fill"
+    assert optimizer.masks[model.first.weight].full_tensor().eq(2.0).all() and model.gain in optimizer.masks
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 2)])
+def test_tables_have_sharded_tensors_between_steps_and_rows_in_a_step(world_size: int, zero3_size: int) -> None:
+    run_ranks(_masked, zero3_size, world_size=world_size)
+
+
+OUTSIDE: dict[Tensor, float] = {}
+
+
+class Outside(Scaled):
+    """SGD whose rates are multiplied by factors that it does not have itself."""
+
+    def factor(self, parameter: Tensor) -> float:
+        return OUTSIDE.get(parameter, 1.0)
+
+
+class WithMasks(Scaled):
+    """SGD whose gradients are multiplied by attributes of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad * parameter.mask)
+
+
+def _outside(rank: int) -> None:
+    model = sharded(Net(), 2)
+    OUTSIDE.update(_factors(model))
+    step(model, layerzero.shard_optimizer(Outside(model.parameters()), model, elementwise=True))
+    assert full_parameters(model)["gain"] == 0.0, "the factor 2 is not found"
+    for parameter in model.parameters():
+        parameter.mask = torch.ones_like(parameter)
+    optimizer = layerzero.shard_optimizer(WithMasks(model.parameters()), model, elementwise=True)
+    with pytest.raises(RuntimeError, match="sharded tensors in their attributes, keep these tensors in a dict of the"):
+        step(model, optimizer)
+
+
+def test_tables_outside_of_the_optimizer_and_tensors_in_attributes_have_a_way_out() -> None:
+    run_ranks(_outside, world_size=2)

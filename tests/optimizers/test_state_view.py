@@ -157,6 +157,7 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
     "new values": lambda state, p: state.__setitem__(p, {"momentum_buffer": torch.ones_like(p)}),
     "its own values": lambda state, p: state.__setitem__(p, state[p]),
     "a copy": lambda state, p: state.__setitem__(p, copy.deepcopy(state[p])),
+    "a mapped copy": lambda state, p: state.__setitem__(p, type(state[p])({k: v * 2 for k, v in state[p].items()})),
     "popped": lambda state, p: state.setdefault(p, state.pop(p)),
     "removed": lambda state, p: state[p].pop("momentum_buffer"),
     "no default": lambda state, p: state.setdefault(p, {}),

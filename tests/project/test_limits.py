@@ -369,6 +369,13 @@ COVERED: dict[str, tuple[str, ...]] = {
         "::test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_group_is_the_way_out",
         "engine/test_trainability.py::test_what_is_frozen_and_unfrozen_trains_like_one_process",
     ),
+    "**Unnoticed:** a `step` that looks up": (
+        "optimizers/test_custom_optimizers.py::test_tables_outside_of_the_optimizer_and_tensors_in_attributes_have_a_way_out",
+    ),
+    "Tensors in attributes of sharded parameters": (
+        "optimizers/test_custom_optimizers.py::test_tables_outside_of_the_optimizer_and_tensors_in_attributes_have_a_way_out",
+        "optimizers/test_custom_optimizers.py::test_tables_have_sharded_tensors_between_steps_and_rows_in_a_step",
+    ),
     "DTensors of another framework": (
         "optimizers/test_wrapped_optimizer.py::test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters",
     ),
