@@ -108,7 +108,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     return optimizer_copy
 
 
-def replace_params(settings: dict[str, Any], find: Callable[[Tensor | int], Tensor | None]) -> None:
+def replace_params(settings: dict[Any, Any], find: Callable[[Tensor | int], Tensor | None]) -> None:
     """Replace parameters and their ids in an optimizer's attributes or a group; see [Note: Tables of parameters].
 
     Args:

@@ -279,8 +279,12 @@ class ShardedOptimizer(OptimizerProxy):
                         master.grad = None
 
     def _replace_references(self, find: Callable[[Tensor | int], Tensor | None]) -> None:
-        for settings in () if is_elementwise_by_name(self.inner) else (vars(self.inner), *self.param_groups):
-            replace_params(settings, find)
+        if is_elementwise_by_name(self.inner):
+            return
+        replace_params(vars(self.inner), find)
+        replace_params({key: value for key, value in self.state.stored.items() if not isinstance(key, Tensor)}, find)
+        for group in self.param_groups:
+            replace_params(group, find)
 
     def _find_master(self, reference: Tensor | int) -> Tensor | None:
         if (member := self._lz_state.parameters.managed_param(reference)) is not None:

@@ -150,7 +150,7 @@ class Looked(Scaled):
             self.table = table
 
     def factor(self, parameter: Tensor) -> float:
-        table = getattr(self, "table", None) or self.param_groups[0].get("table")
+        table = getattr(self, "table", None) or self.param_groups[0].get("table") or self.state.get("table")
         return 1.0 if table is None else FIND[self.kind](table, parameter)
 
 
@@ -158,17 +158,33 @@ def _factors(model: nn.Module) -> dict[Tensor, float]:
     return {model.first.weight: 10.0, model.second.bias: 4.0, model.gain: 2.0}
 
 
-CASES = ("built before", "table from before", "built after", "in a group", "owners", "assigned later", "changed later")
+CASES = (
+    "built before",
+    "table from before",
+    "built after",
+    "in a group",
+    "in the state",
+    "owners",
+    "assigned later",
+    "changed later",
+)
 
 
 def _build(case: str, kind: str, model: nn.Module, early: dict[str, Any]) -> Any:
     if case == "built before":
         return layerzero.shard_optimizer(early["optimizer"], model, elementwise=True)
     make = TABLES[kind]
-    tables = {"table from before": early["table"], "assigned later": None, "changed later": make({})}
+    tables = {
+        "table from before": early["table"],
+        "changed later": make({}),
+        "assigned later": None,
+        "in the state": None,
+    }
     table = tables[case] if case in tables else make(_factors(model))
     groups: Any = [{"params": list(model.parameters()), "table": table}] if case == "in a group" else model.parameters()
     inner = Looked(groups, kind, None if case == "in a group" else table)
+    if case == "in the state":
+        inner.state["table"] = make(_factors(model))
     optimizer = layerzero.shard_optimizer(inner, model, elementwise=case != "owners")
     if case == "changed later" and isinstance(optimizer.table, dict):
         optimizer.table.update(make(_factors(model)))
@@ -191,7 +207,8 @@ def _tables(rank: int, zero3_size: int) -> None:
             optimizer = _build(case, kind, model, early)
             step(model, optimizer)
             expect_factors(model, f"{kind}, {case}")
-            table = getattr(optimizer, "table", None) or optimizer.param_groups[0]["table"]
+            table = getattr(optimizer, "table", None) or optimizer.param_groups[0].get("table")
+            table = table or optimizer.state["table"]
             found = {name: FIND[kind](table, parameter) for name, parameter in model.named_parameters()}
             expected = {"first.weight": 10.0, "second.weight": 1.0, "second.bias": 4.0, "gain": 2.0}
             assert found == expected, f"{kind}, {case}: read between steps"
