@@ -44,6 +44,7 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_TABLES = ("params", "param_names", "param_groups", "state", *HOOKS)  # attributes and settings
+_LEVELS_OF_OBJECTS = 4  # depth of nested containers in the attributes of an object
 _LEVELS = 7  # depth of nested containers, where a dict has two levels: itself and its pairs of keys and values
 _LEAVES = (float, str, bool, NoneType)
 _OPAQUE = (torch.nn.Module, Optimizer, FunctionType, ModuleType, type)  # objects whose attributes are not searched
@@ -131,8 +132,9 @@ def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], level
     elif isinstance(value, (dict, WeakKeyDictionary, WeakIdKeyDictionary)):
         items = list(value.items())
     else:
-        if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
-            _replace_in(vars(value), find, levels - 1)
+        # Objects inside of objects are not searched: a logger, for example, refers to all other loggers.
+        if levels > _LEVELS_OF_OBJECTS and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+            _replace_in(vars(value), find, _LEVELS_OF_OBJECTS)
         return value
     new_items = [_replace_in(item, find, levels - 1) for item in items]
     if all(map(operator.is_, items, new_items)):

@@ -128,9 +128,7 @@ def _call_now(take_step: Callable[[], Any]) -> None:
 _MIXED = (
     "{name} updates all tensors of a parameter group at once, which is not possible if one group has sharded "
     "parameters (plain tensors inside layerzero) and DTensors of another framework. Move the DTensors that "
-    "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself. "
-    "If step() combines parameters with sharded tensors in their attributes, keep these tensors in a dict of the "
-    "optimizer, keyed by parameter"
+    "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself"
 )
 
 

@@ -322,10 +322,9 @@ def _outside(rank: int) -> None:
     OUTSIDE.update(_factors(model))
     step(model, layerzero.shard_optimizer(Outside(model.parameters()), model, elementwise=True))
     assert full_parameters(model)["gain"] == 0.0, "the factor 2 is not found"
-    for parameter in model.parameters():
-        parameter.mask = torch.ones_like(parameter)
-    optimizer = layerzero.shard_optimizer(WithMasks(model.parameters()), model, elementwise=True)
-    with pytest.raises(RuntimeError, match="sharded tensors in their attributes, keep these tensors in a dict of the"):
+    model.first.weight.mask = torch.ones_like(model.first.weight)
+    optimizer = layerzero.shard_optimizer(WithMasks([model.first.weight]), model, elementwise=True)
+    with pytest.raises(RuntimeError, match="mul mixes a plain tensor with parameter 'first.weight'"):
         step(model, optimizer)
 
 
