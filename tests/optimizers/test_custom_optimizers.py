@@ -324,7 +324,7 @@ def _outside(rank: int) -> None:
     assert full_parameters(model)["gain"] == 0.0, "the factor 2 is not found"
     model.first.weight.mask = torch.ones_like(model.first.weight)
     optimizer = layerzero.shard_optimizer(WithMasks([model.first.weight]), model, elementwise=True)
-    with pytest.raises(RuntimeError, match="mul mixes a plain tensor with parameter 'first.weight'"):
+    with pytest.raises(RuntimeError, match=r"mul mixes a plain tensor with parameter 'first\.weight'"):
         step(model, optimizer)
 
 
