@@ -74,14 +74,16 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     memo: dict[int, Any] = {id(optimizer.state): state}
+    all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
     new_groups = []
     for settings, parameters in groups:
         old_parameters = list(settings["params"])
         for index, old in enumerate(old_parameters):
             alike = [parameter for parameter in parameters if parameter.ndim == current(old).ndim] or parameters
             memo[id(old)] = alike[index % len(alike)]
+        examples = {current(old).ndim: current(old) for old in reversed(old_parameters or all_parameters)}
         for parameter in parameters:
-            old = min(map(current, old_parameters), key=lambda old: old.ndim != parameter.ndim)  # alike, or the first
+            old = examples[parameter.ndim if parameter.ndim in examples else next(iter(examples))]
             for name, value in user_attributes(old).items():
                 vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
         memo[id(settings["params"])] = list(parameters)
@@ -94,7 +96,6 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
                 }
         new_groups.append((settings, list(parameters)))
     # Other attributes may also refer to parameters. These references must not become copies of the parameters.
-    all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
     ids = {id(old): memo[id(old)] for old in all_parameters}
