@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.managed_param import ManagedParam
@@ -100,10 +103,11 @@ class GradAttribute:
         for slot, member, gradient in replaced:
             if gradients.usage[slot] and gradients.has_unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
+            rows = _rows_of(gradient, member.spec)
             if gradients.is_used(slot):
-                gradients.replace_rows(slot, plain(gradient))
+                gradients.replace_rows(slot, rows)
             else:
-                gradients.add_rows(slot, plain(gradient))
+                gradients.add_rows(slot, rows)
             member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
@@ -152,6 +156,17 @@ class GradAttribute:
             member = self.members[slot]
             self._published[slot] = sharded(self.gradients.final.part(slot), member.spec, self._trackers[slot])
         return self._published[slot]
+
+
+def _rows_of(gradient: Tensor, spec: RowShardSpec) -> Tensor:
+    """Return this rank's rows of a gradient that the user has assigned.
+
+    Rows of other bounds may have a shape that broadcasts, and would be added to the wrong rows.
+    """
+    assigned = getattr(gradient._local_tensor, "spec", None) if isinstance(gradient, DTensor) else None
+    if assigned is not None and assigned.same_sharding(spec):
+        return plain(gradient)
+    return rows_of(gradient, spec)
 
 
 _UNREDUCED = (

@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import layerzero
 from layerzero.dtensor.lazy_grad import plain_access
@@ -34,6 +35,45 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.ranks import run_ranks
+
+
+class Uneven(nn.Module):
+    """Matrix, and a parameter beside which its rows are on few ranks: `torch.chunk` would place them elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(4, 3))
+        self.other = nn.Parameter(torch.zeros(9, 5))
+        self.like = nn.Parameter(torch.zeros(4, 3))
+
+    def forward(self) -> Tensor:
+        return self.matrix.sum() + self.other.sum() + self.like.sum()
+
+
+def _sharded_otherwise(rank: int) -> None:
+    """Assign gradients as a plain tensor, as FSDP2 would shard them, replicated, and as another parameter's rows."""
+    full = torch.arange(12.0).view(4, 3)
+    kinds: list[Callable[[nn.Module], Tensor]] = [
+        lambda model: full,
+        lambda model: distribute_tensor(full, model.matrix.device_mesh, model.matrix.placements),
+        lambda model: distribute_tensor(full, model.matrix.device_mesh, [Replicate()] * model.matrix.device_mesh.ndim),
+        lambda model: model.like.grad.copy_(full),
+    ]
+    for size in {1, 2, dist.get_world_size()}:
+        for after_backward in (True, False):
+            for kind in kinds[: 4 if after_backward else 3]:
+                model = layerzero.shard_model(Uneven(), zero3_size=size)
+                optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+                if after_backward:
+                    model().backward()
+                model.matrix.grad = kind(model)
+                optimizer.step()
+                assert torch.equal(model.matrix.detach().full_tensor(), -full)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_gradient_that_is_sharded_otherwise_reaches_its_rows(world_size: int) -> None:
+    run_ranks(_sharded_otherwise, world_size=world_size)
 
 
 def _decay(model: nn.Module) -> None:
