@@ -16,10 +16,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
@@ -400,6 +405,49 @@ def copy_for_an_average(at: Ranks) -> Outcome:
     with pytest.raises(TypeError, match=r"deepcopy.*EMA"):
         copy.deepcopy(model)
     return Outcome(torch.ones(1, 3), None)
+
+
+def one_element_on_one_rank(at: Ranks) -> Outcome:
+    net = nn.ModuleList([nn.Linear(2, 1, bias=False, dtype=FP64), nn.Linear(1, 1, dtype=FP64)])
+    model = shard(at, nn.Sequential(*numbered(net)), units=["0", "1"])
+    model(torch.ones(3, 2, dtype=FP64)).sum().backward()
+    return Outcome([3.0, -1.0], [model[1].bias.grad.full_tensor()[0], whole(model[1].weight)[0, 0]])
+
+
+def unfreezing_after_a_frozen_forward(at: Ranks) -> Outcome:
+    model = shard(at, ones(2, 1).float().requires_grad_(False), mp_policy=BF16)
+    model(torch.ones(1, 2))
+    model.requires_grad_(True)
+    (model(torch.ones(1, 2)).sum() * (1 + at.rank / 128)).backward()  # bf16 rounds the sum of the ranks
+    assert model.weight.grad.dtype == torch.float32
+    return Outcome(torch.full((1, 2), 1 + 1.5 / 128), model.weight.grad)
+
+
+def one_row_from_the_first_rank(at: Ranks) -> Outcome:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(17, 1, bias=False)
+    net.weight = nn.Parameter(distribute_tensor(torch.zeros(1, 17), mesh["tp"], [Replicate()]))
+    model = layerzero.shard_model(net, mesh=mesh["dp"])
+    state = {"weight": torch.arange(17.0).view(1, 17)} if at.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return Outcome([136.0, torch.arange(17.0).view(1, 17)], [whole(model.weight).sum(), model.weight])
+
+
+def pseudogradient(at: Ranks) -> Outcome:
+    net = nn.Sequential(nn.Linear(5, 9), nn.Linear(3, 4, bias=False))
+    model, optimizer = sharded(at, numbered(net))
+    before = [whole(parameter) for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        change = whole(parameter) - old
+        parameter.grad = distribute_tensor(change, parameter.device_mesh, parameter.placements)  # as FSDP2 shards it
+    optimizer.step()
+    return Outcome(
+        [2 * before[-1][0, 2], [2 * old for old in before]], [whole(model[1].weight)[0, 2], list(model.parameters())]
+    )
 
 
 # --- Accelerate ---
@@ -885,6 +933,10 @@ REPORTS = [
     Report("pytorch/pytorch#124523", optimizer_in_the_backward),
     Report("pytorch/pytorch#172543", gradient_penalty),
     Report("pytorch/pytorch#82070", copy_for_an_average),
+    Report("pytorch/pytorch#144045", one_element_on_one_rank, (1,)),
+    Report("pytorch/pytorch#186998", unfreezing_after_a_frozen_forward),
+    Report("pytorch/pytorch#136228", one_row_from_the_first_rank),
+    Report("meta-pytorch/torchft#168", pseudogradient),
     Report("pytorch/torchtitan#1136", resumed_uneven_vocabulary),
     Report("meta-pytorch/torchrec#4268", hooks_on_parameters),
     Report("huggingface/accelerate#2926", schedule_on_four_ranks),
@@ -957,7 +1009,9 @@ def test_report(number: str, tmp_path: Path) -> None:
 def _run_all(rank: int, size: int, folder: Path) -> dict[str, tuple[str, str]]:
     """Run the reports that need the same number of ranks."""
     return {
-        number: _run(rank, number, size, folder / number) for number in BY_NUMBER if len(BY_NUMBER[number].worlds) == 1
+        number: _run(rank, number, size, folder / number)
+        for number in BY_NUMBER
+        if BY_NUMBER[number].worlds == (WORLD,)
     }
 
 
