@@ -141,6 +141,9 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
     _check_names(optimizer["state"], "optimizer.state")
     for name, values in optimizer["state"].items():
         _check_names(values, name)
+    shared = optimizer.get("shared_state", {})
+    if not isinstance(shared, dict) or any(name.startswith("$") and name != "$dict" for name in shared):
+        raise ValueError("optimizer.shared_state is not an object")
     for group in optimizer["param_groups"]:
         _check_names(group, "a parameter group")
         if not isinstance(group["params"], list) or not all(type(name) is str for name in group["params"]):

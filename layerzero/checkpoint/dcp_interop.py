@@ -199,4 +199,12 @@ def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
             nested.setdefault("state", {}).setdefault(name, {})[key] = value
         else:
             groups.setdefault(name, {"params": [name]})[key] = value
-    return {**nested, "param_groups": [*nested.get("param_groups", []), *groups.values()]}
+    all_groups = [*nested.get("param_groups", []), *groups.values()]
+    listed = {name for group in all_groups for name in group["params"]}
+    state = nested.get("state", {})
+    return {
+        **nested,
+        "state": {key: values for key, values in state.items() if key in listed},
+        "shared_state": {key: values for key, values in state.items() if key not in listed},
+        "param_groups": all_groups,
+    }

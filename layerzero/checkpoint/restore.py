@@ -100,6 +100,7 @@ class RestorePlan:
         self._parts: dict[int, tuple[str, str]] = {}  # by id of an inner tensor of a subclass: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
+        self._shared_state: dict[str, Any] = {}  # optimizer state under keys that are not parameters, encoded
         self._kept: dict[str, Mapping[str, Any]] = {}  # by the same names: examples of the optimizer state, if known
         self._group_settings: list[dict[str, Any]] | None = None  # one dict per parameter group; None: not stored
         self._plan_model(contents.document["model"])
@@ -229,7 +230,8 @@ class RestorePlan:
             {**group, "params": [own_names.get(name, name) for name in group["params"]]}
             for group in stored.get("param_groups", ())
         ]
-        for reference in references(stored.get("param_groups"), rank=self._rank):
+        self._shared_state = stored.get("shared_state", {})
+        for reference in references([stored.get("param_groups"), self._shared_state], rank=self._rank):
             self._request_tensor(str(key_of(reference)), None)
         checks = [self._check_group(optimizer, number, saved_groups) for number in range(len(groups))]
         check_of = {
@@ -404,6 +406,7 @@ class RestorePlan:
             state[name] = {
                 state_key: match_state_type(value, examples.get(state_key)) for state_key, value in loaded.items()
             }
+        state |= self._decoder.decode(self._shared_state)
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 

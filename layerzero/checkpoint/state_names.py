@@ -156,13 +156,16 @@ def encode_all(
     encoder = Encoder(rank, names.of_rows, names.rank_local_names.is_rank_local, names.rank_local_names.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
-        state, groups = _rename_params(optimizer.state_dict_by_name(), names.to_stored)
+        by_name, shared = optimizer.state_dict_by_name(), optimizer.shared_state()
+        by_name["state"] = {key: values for key, values in by_name["state"].items() if key not in shared}
+        state, groups = _rename_params(by_name, names.to_stored)
         _check_state(names, state)
         groups = [{**group, "params": names.rank_local_names.split_names(group["params"])} for group in groups]
         stepped = {
             "class": type(optimizer.inner).__name__,
             "state": names.rank_local_names.split_values(state),
             "param_groups": groups,
+            **({"shared_state": shared} if shared else {}),
         }
     values = {
         n: to_subclass_entry(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()
@@ -173,6 +176,7 @@ def encode_all(
         "extra": encoder.encode_tree(extra, "extra"),
     }
     encoder.digest_tensors("extra")
+    encoder.digest_tensors("optimizer.shared_state")  # such as rows of one rank
     return document, encoder
 
 

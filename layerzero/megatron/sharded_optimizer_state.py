@@ -170,6 +170,11 @@ def _sharded_entries(
     _, described = global_params(
         chunk_optimizer.chunk.module, get_state(chunk_optimizer.chunk).members.values(), metadata
     )
+    if shared := chunk_optimizer.optimizer.shared_state():
+        raise NotImplementedError(
+            f"the optimizer has state under {next(iter(shared))!r}, which is no parameter, so Megatron's format cannot "
+            "store it. Use layerzero.megatron.save and load"
+        )
     state = chunk_optimizer.optimizer.state_dict_by_name()["state"]
     averages = {} if chunk_optimizer.ema is None else chunk_optimizer.ema.state_dict()["averages"]
     result: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -429,7 +430,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if values:
                         state[name] = self._public_state(parameter, values)
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
-            return to_numbered({"state": state, "param_groups": groups})
+            return to_numbered({"state": {**state, **self.shared_state()}, "param_groups": groups})
 
         return self._run_state_dict_hooks(make_numbered)
 
@@ -458,7 +459,12 @@ class ShardedOptimizer(OptimizerProxy):
         def make_named() -> dict[str, Any]:
             state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
             groups = [{**group, "params": names} for group, names in self._named_groups()]
-            return {"state": self._owner_table.add_remote_owner_state(state), "param_groups": groups}
+            state, shared = self._owner_table.add_remote_owner_state(state), self.shared_state()
+            if taken := shared.keys() & {name for group in groups for name in group["params"]}:
+                raise ValueError(
+                    f"the optimizer has state under {taken.pop()!r}, the name of a parameter. Change the key"
+                )
+            return {"state": {**state, **shared}, "param_groups": groups}
 
         return self._run_state_dict_hooks(make_named)
 
@@ -477,6 +483,14 @@ class ShardedOptimizer(OptimizerProxy):
         stored, owned = self.state.stored, self._owner_table.owned.values()
         own = {each.member.name: (each.member.sharded, stored[each.master]) for each in owned if each.master in stored}
         return self._owner_table.add_remote_owner_state({name: self._public_state(*own[name]) for name in own})
+
+    def shared_state(self) -> dict[Any, Any]:
+        """Return the wrapped optimizer's state under keys that are not parameters, without a copy.
+
+        All ranks have the same order of keys, although ranks that step owned parameters may add keys in another order.
+        """
+        state = self.state.stored
+        return {key: state[key] for key in sorted((key for key in state if not isinstance(key, Tensor)), key=repr)}
 
     def _public_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         holder = self._holder_of(parameter)
@@ -530,7 +544,7 @@ class ShardedOptimizer(OptimizerProxy):
             return copy.cpu() if cpu else copy
 
         by_name = self._rekey_to_model_names(self.state_dict_by_name())
-        state = {name: tree_map(gathered, dict(by_name["state"][name])) for name in sorted(by_name["state"])}
+        state = {key: tree_map(gathered, value) for key, value in by_name["state"].items()}  # same order on all ranks
         return to_numbered({**by_name, "state": state}) if keeps else {}
 
     @torch.no_grad()
@@ -570,13 +584,17 @@ class ShardedOptimizer(OptimizerProxy):
         loaded = self._rekey_to_model_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
-        if unexpected := sorted(set(loaded["state"]) - set(params_by_name)):
+        listed = {name for group in loaded["param_groups"] for name in group["params"]}  # other keys: shared state
+        if unexpected := sorted((listed - set(params_by_name)) & set(loaded["state"])):
             raise ValueError(
                 f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
                 "an optimizer with the same parameters"
             )
-        new_state = {}
+        new_state: dict[Any, Any] = {}
         for name, values in loaded["state"].items():
+            if name not in listed:
+                new_state[name] = deepcopy(values) if copy else values
+                continue
             parameter, group = params_by_name[name]
             holder = self._holder_of(parameter)
             cut = self._shard_state_of(values, holder, group, copy=copy)

@@ -52,20 +52,29 @@ class _NumbersSnapshot:
     """Copy of the scalars that an optimizer stores outside of its parameter state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        shared_state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        tables = [*optimizer.param_groups, vars(optimizer), *(t for t in shared_state.values() if isinstance(t, dict))]
-        self._kept = [(table, {k: _copy_number(v) for k, v in table.items() if _is_number(v)}) for table in tables]
+        self._optimizer = optimizer
+        self._kept = {
+            id(table): (table, {k: _copy_number(v) for k, v in table.items() if _is_number(v)})
+            for table in self._tables()
+        }
+
+    def _tables(self) -> list[Any]:
+        """Return the dicts that may contain such scalars. The first step may add dicts to the state."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        nested = [value for key, value in state.items() if not isinstance(key, Tensor) and isinstance(value, dict)]
+        return [*groups, vars(self._optimizer), state, *nested]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for table, numbers in self._kept:
+        for table in self._tables():
+            _, numbers = self._kept.get(id(table), (table, {}))
             for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
                 del table[key]
             for key, value in numbers.items():
                 _restore_value(table, key, value)
 
 
-def _restore_value(table: MutableMapping[str, Any], key: str, value: Any) -> None:
+def _restore_value(table: MutableMapping[Any, Any], key: Any, value: Any) -> None:
     current = table.get(key)
     if (
         isinstance(current, Tensor)

@@ -62,11 +62,23 @@ def _initial_value(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
 
 
 def to_numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict with named parameters to the numbered form of ``torch.optim``."""
+    """Convert a state dict with named parameters to the numbered form of ``torch.optim``.
+
+    Raises:
+        ValueError: the optimizer has state under a key that is the number of a parameter.
+    """
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[n] for n in group["params"]]} for group in state_dict["param_groups"]]
-    return {"state": {number[name]: values for name, values in state_dict["state"].items()}, "param_groups": groups}
+    if any(key in number.values() for key in state_dict["state"].keys() - number.keys()):
+        raise ValueError(
+            "the optimizer has state under a key that is not a parameter but equals the number of a parameter. Use "
+            "optimizer.state_dict_by_name(), or change the key"
+        )
+    return {
+        "state": {number.get(key, key): values for key, values in state_dict["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def to_optimizer_names(

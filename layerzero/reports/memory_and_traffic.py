@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_states
@@ -262,8 +263,7 @@ def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
     tensors = [
         value
         for optimizer in lz_state.optimizers
-        for state in optimizer.inner.state.values()  # type: ignore[attr-defined]
-        for value in state.values()
+        for value in tree_leaves(list(optimizer.inner.state.values()))  # type: ignore[attr-defined]
         if isinstance(value, Tensor)
     ]
     measured["host_optimizer" if lz_state.config.offload_optimizer else "optimizer"] = sum(
