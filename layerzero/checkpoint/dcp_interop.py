@@ -201,10 +201,6 @@ def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
             groups.setdefault(name, {"params": [name]})[key] = value
     all_groups = [*nested.get("param_groups", []), *groups.values()]
     listed = {name for group in all_groups for name in group["params"]}
-    state = nested.get("state", {})
-    return {
-        **nested,
-        "state": {key: values for key, values in state.items() if key in listed},
-        "shared_state": {key: values for key, values in state.items() if key not in listed},
-        "param_groups": all_groups,
-    }
+    state = dict(nested.get("state", {}))
+    shared = {key: state.pop(key) for key in list(state) if key not in listed}
+    return {**nested, "state": state, "shared_state": shared, "param_groups": all_groups}

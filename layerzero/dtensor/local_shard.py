@@ -101,6 +101,8 @@ class LocalShard(torch.Tensor):
     # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        if self.tracker is not None and self.tracker.on_read is not None:
+            self.tracker.on_read()
         if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
             return []  # the rank with the primary copy writes it
         return [
@@ -152,8 +154,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _accessible_rows(rows: LocalShard) -> Tensor:
     """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
-    if rows.tracker is not None and rows.tracker.access_error is not None:
-        raise RuntimeError(rows.tracker.access_error)
+    if rows.tracker is not None:
+        rows.tracker.prepare_read()
     return plain(rows)
 
 
@@ -205,14 +207,12 @@ def _require_same_rows(func: Any, shards: Sequence[LocalShard], *, elementwise: 
 def _check_and_record_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     if func._schema.name not in _NAMES_ONLY:
         for tensor in tensors:
-            if (
-                isinstance(tensor, LocalShard)
-                and tensor.tracker is not None
-                and tensor.tracker.access_error is not None
-            ):
-                if func._schema.name not in _ZEROES:
-                    raise RuntimeError(tensor.tracker.access_error)
+            if not isinstance(tensor, LocalShard) or tensor.tracker is None:
+                continue
+            if tensor.tracker.access_error is not None and func._schema.name in _ZEROES:
                 tensor.tracker.zero_requested, tensor.tracker.access_error = True, None
+            if tensor.tracker.access_error is not None or not func._schema.is_mutable:
+                tensor.tracker.prepare_read()
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):

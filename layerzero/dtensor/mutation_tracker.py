@@ -25,6 +25,7 @@ class MutationTracker:
         "dirty",
         "lazy_grad",
         "loaded_digests",
+        "on_read",
         "uninitialized",
         "was_zeroed",
         "write_count",
@@ -37,6 +38,7 @@ class MutationTracker:
         self.write_count = 0  # number of writes; compare two counts to detect a write between them
         self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
         self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
+        self.on_read: Callable[[], object] | None = None  # called before the values are read or saved, until a write
         self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
         self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
@@ -52,6 +54,13 @@ class MutationTracker:
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new
 
+    def prepare_read(self) -> None:
+        """Raise RuntimeError if there is an access error. Otherwise call `on_read`."""
+        if self.access_error is not None:
+            raise RuntimeError(self.access_error)
+        if self.on_read is not None:
+            self.on_read()
+
     def prepare_write(self) -> None:
         """Call `before_write`, unless a write since the last refresh has already called it."""
         if not self.dirty and self.before_write is not None:
@@ -60,6 +69,6 @@ class MutationTracker:
     def record_write(self) -> None:
         """Record a write to the storage. Call this method before the write."""
         self.prepare_write()
-        self.uninitialized = False
+        self.uninitialized, self.on_read = False, None
         self.write_count += 1
         self.dirty = True

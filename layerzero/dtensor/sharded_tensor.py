@@ -120,8 +120,8 @@ class RowShardedTensor(DTensor):
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable. Leave grad_placements out")
         tracker = self._local_tensor.tracker
-        if tracker is not None and tracker.access_error is not None:
-            raise RuntimeError(tracker.access_error)
+        if tracker is not None:
+            tracker.prepare_read()
         with torch.no_grad():
             full = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():

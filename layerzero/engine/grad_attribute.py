@@ -68,6 +68,10 @@ class GradAttribute:
         """Return whether this object has published `gradient` for the parameter at `slot`."""
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._trackers[slot]
 
+    def is_published(self, gradient: Tensor) -> bool:
+        """Return whether this object has published `gradient` for any of its parameters."""
+        return any(self._is_ours(slot, gradient) for slot in range(len(self.members)))
+
     def apply_user_grads(self) -> None:
         """Apply the user's changes to published ``.grad`` attributes.
 

@@ -104,6 +104,10 @@ class GradientReducer:
         """True if no parameter has a gradient or an unreduced contribution."""
         return not any(grad_attribute.gradients.used for grad_attribute in self._grad_attributes)
 
+    def is_published(self, gradient: Tensor) -> bool:
+        """Return whether `gradient` shows a final gradient. False for a tensor that the user has assigned."""
+        return any(grad_attribute.is_published(gradient) for grad_attribute in self._grad_attributes)
+
     @property
     def _grad_attributes(self) -> list[GradAttribute]:
         return [handle.grads for handle in self._handles if handle.grads is not None]

@@ -255,8 +255,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this method.
 
-        An optimizer without state returns its initial state. If the optimizer needs full parameters, as Muon does, it
-        first takes a step with zero gradients and learning rate 0, as in torchtitan.
+        An optimizer without state returns state for a load to fill. If the optimizer needs full parameters, as Muon
+        does, it first takes a step with zero gradients and learning rate 0, as in torchtitan.
         """
         flat: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -272,11 +272,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. All ranks must call this method."""
         for optimizer in self.optimizers:  # torchtitan loads only the entries of states that are stored
-            if isinstance(optimizer, ShardedOptimizer):
-                if optimizer.has_owners:
-                    _create_owned_state(optimizer)
-                else:
-                    optimizer.adopt_state_dict(optimizer.state_dict())
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.has_owners:
+                _create_owned_state(optimizer)
         super().load_state_dict(state_dict)
 
     @staticmethod
@@ -292,7 +289,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 def _create_owned_state(optimizer: ShardedOptimizer) -> None:
     """Call torchtitan's ``init_optim_state`` if no rank has state.
 
-    That function does nothing if ``optimizer.state`` is truthy, and the state of a sharded optimizer always is.
+    That function does nothing if ``optimizer.state`` is truthy, and the state of an optimizer with owners always is.
     """
     if not optimizer.state_dict_by_name()["state"]:
         groups, step, zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad

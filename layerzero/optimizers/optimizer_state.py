@@ -127,7 +127,7 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
 
     Args:
         values: state of the parameter. All of its tensors may be 0-dim.
-        example: state that the same parameter has when it is stored as one row. Only per-element tensors have a dim.
+        example: state that an optimizer has for a 1-dim parameter. Only per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
     return {

@@ -9,10 +9,11 @@ run at full speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_any_only, tree_map
 
 from layerzero.device.accelerator import require_no_capture
 from layerzero.dtensor.local_shard import plain
@@ -32,7 +33,11 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
-from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
+from layerzero.optimizers.compatibility import (
+    is_elementwise_by_name,
+    kinds_that_need_full_params,
+    state_after_a_step,
+)
 from layerzero.optimizers.optimizer_copy import replace_params
 from layerzero.optimizers.optimizer_state import (
     IMPLEMENTATION_SETTINGS,
@@ -52,7 +57,15 @@ from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders, placeholder
 from layerzero.optimizers.state_view import ParamKeyedState
-from layerzero.optimizers.torch_state_dict import first_state, first_states, to_numbered, to_optimizer_names
+from layerzero.optimizers.torch_state_dict import (
+    NOT_STEPPED,
+    STATE_IS_LOST,
+    creates_state_only,
+    is_unwritten,
+    new_state,
+    to_numbered,
+    to_optimizer_names,
+)
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
@@ -140,6 +153,8 @@ class ShardedOptimizer(OptimizerProxy):
         self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (rows that replace a sharded tensor, that tensor)
         self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
+        self._new: dict[int, dict[str, Any]] = {}  # keyed by the id of the listed parameter; state for torch to fill
+        self._is_used_by_torch = False  # True if torch's functions have created state since the last step or load
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
         old_groups, old_state = list(inner.param_groups), inner.state
@@ -155,7 +170,7 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self.param_groups = inner.param_groups
         self.state: ParamKeyedState = ParamKeyedState(  # type: ignore[assignment]
-            inner, self._master_of, self._holder_of, self._state_of_owners
+            inner, self._master_of, self._holder_of, self._state_of_owners, self._new
         )
         for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(group_parameters, masters, strict=True):
@@ -213,6 +228,10 @@ class ShardedOptimizer(OptimizerProxy):
             raise RuntimeError(load_error)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
+        if creates_state_only(self, self._lz_state.gradients, self._lz_state.ranks):
+            self._create_new_state()
+            return loss
+        self._forget_new_state()
         self._lz_state.scheduler.complete_gradients()
         self._lz_state.gradients.settings.require_equal()
         self._lz_state.scheduler.no_sync_hint.note_step()
@@ -232,6 +251,23 @@ class ShardedOptimizer(OptimizerProxy):
         self._counted.count_step()
         self._lz_state.gradients.settings.note_step(self._settings)
         return loss
+
+    def _forget_new_state(self) -> None:
+        self._new.clear()
+        self._is_used_by_torch = False
+
+    def _create_new_state(self) -> None:
+        """Create tensors for torch's functions to fill. See [Note: torch's get_state_dict]."""
+        self._is_used_by_torch = True
+        on_read = cache(partial(warnings.warn, NOT_STEPPED) if self._lz_state.ranks.is_first else bool)
+        for group, masters in zip(self.param_groups, self._masters, strict=True):
+            example = cache(partial(self._example_state, group))
+            for parameter, master in zip(group["params"], masters, strict=True):
+                if parameter.requires_grad and (values := example(master.ndim, master.device)):
+                    self._new[id(parameter)] = new_state(values, master, self._holder_of(parameter), on_read)
+
+    def _example_state(self, group: Mapping[str, Any], ndim: int, device: torch.device) -> dict[str, Any]:
+        return state_after_a_step(self.inner, {**group, "params": []}, device, (2, *[3] * (ndim - 1)))[0]
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
         """Return the optimizer's class, and the hyperparameters of each group that must be the same on all ranks."""
@@ -393,9 +429,8 @@ class ShardedOptimizer(OptimizerProxy):
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups in the format of ``torch.optim``, with sharded tensors.
 
-        Parameters are numbered in the order of the groups. For trainable parameters that the optimizer has not stepped
-        yet, the result contains their initial state, so that ``torch.distributed.checkpoint`` has tensors to load into.
-        Initial states are created for each call and are not stored. Parameters whose state is empty are omitted.
+        Parameters are numbered in the order of the groups. As in torch, parameters that the optimizer has not stepped
+        have no state, and state under keys that are not parameters has the same keys.
 
         Returns:
             ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], "param_names": [name, ...],
@@ -418,17 +453,9 @@ class ShardedOptimizer(OptimizerProxy):
         self._owner_table.refuse_numbered_state_if_owned()
 
         def make_numbered() -> dict[str, Any]:
-            state: dict[str, dict[str, Any]] = {}
-            for group, names in self._named_groups():
-                entries = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
-                unstepped = [
-                    master for _, p, master in entries if p.requires_grad and not self.state.stored.get(master)
-                ]
-                initial = first_states(self.inner, group, unstepped)
-                for name, parameter, master in entries:
-                    values = self.state.stored.get(master) or (next(initial) if parameter.requires_grad else {})
-                    if values:
-                        state[name] = self._public_state(parameter, values)
+            state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
+            state |= {self._name_of(p): self._new[id(p)] for p in chain(*self._shown) if id(p) in self._new}
+            self._new.clear()  # only torch's functions get it; see [Note: torch's get_state_dict]
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
             return to_numbered({"state": {**state, **self.shared_state()}, "param_groups": groups})
 
@@ -584,16 +611,25 @@ class ShardedOptimizer(OptimizerProxy):
         loaded = self._rekey_to_model_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
-        listed = {name for group in loaded["param_groups"] for name in group["params"]}  # other keys: shared state
+        # As in torch, keys that no group lists are not parameters.
+        listed = {name for group in loaded["param_groups"] for name in group["params"]}
+        listed |= {key for key, v in loaded["state"].items() if tree_any_only(DTensor, lambda _: True, v)}
         if unexpected := sorted((listed - set(params_by_name)) & set(loaded["state"])):
             raise ValueError(
                 f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
                 "an optimizer with the same parameters"
             )
-        new_state: dict[Any, Any] = {}
-        for name, values in loaded["state"].items():
-            if name not in listed:
-                new_state[name] = deepcopy(values) if copy else values
+        saved_state = {name: values for name, values in loaded["state"].items() if name in listed}
+        state = {key: deepcopy(v) if copy else v for key, v in loaded["state"].items() if key not in listed}
+        if copy:
+            self._warn_of_lost_state(saved_state)
+        written = {name for name in saved_state if not is_unwritten(saved_state[name])}
+        if all(self._holder_of(params_by_name[name][0]) is None for name in written) and len(written) < len(
+            saved_state
+        ):
+            written.clear()  # nothing was loaded, so the state of parameters that are not sharded is as new
+        for name, values in saved_state.items():
+            if name not in written:
                 continue
             parameter, group = params_by_name[name]
             holder = self._holder_of(parameter)
@@ -605,19 +641,27 @@ class ShardedOptimizer(OptimizerProxy):
             if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
                 cut = {key: to_device_of(value, self._master_of[id(parameter)]) for key, value in cut.items()}
             if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
-                new_state[self._master_of[id(parameter)]] = cut
+                state[self._master_of[id(parameter)]] = cut
+        self._forget_new_state()
         self.state.clear()
-        self.state.stored.update(new_state)
+        self.state.stored.update(state)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: load_setting(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _warn_of_lost_state(self, saved_state: Container[str]) -> None:
+        """Warn if a load may drop the state of frozen parameters, because torch's functions have left it out."""
+        frozen = [p for p in chain(*self._shown) if not p.requires_grad and self._name_of(p) not in saved_state]
+        lost = [p for p in frozen if self._is_used_by_torch or self.state.stored.get(self._master_of[id(p)])]
+        if lost and self._lz_state.ranks.is_first:
+            warnings.warn(STATE_IS_LOST.format(names=shorten_names(map(self._name_of, lost))), stacklevel=4)
+
     def _shard_state_of(
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
-            values = as_one_row(values, first_state(self.inner, group, holder.master))
+            values = as_one_row(values, self._example_state(group, 1, holder.master.device))
         return shard_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.owner_step import OwnedParam
-from layerzero.optimizers.torch_state_dict import first_state
 from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
 __all__ = ["ParamKeyedState"]
@@ -36,6 +34,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         master_of: mapping from the id of a sharded parameter to its master.
         holder_of: function that returns the :data:`Holder` of a parameter's state.
         state_of_owners: function that returns the states of all owned parameters, by name. Every rank must call it.
+        new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
 
     def __init__(
@@ -44,11 +43,13 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         master_of: Mapping[int, Tensor],
         holder_of: Callable[[Tensor], Holder],
         state_of_owners: Callable[[], Mapping[str, Any]],
+        new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
         self._master_of = master_of
         self._holder_of = holder_of
         self._state_of_owners = state_of_owners
+        self._new = new
         self._received: Mapping[str, Any] | None = None  # last result of `state_of_owners`, until the state changes
 
     @property
@@ -76,33 +77,21 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         stored = self.stored
         for group in self._inner.param_groups:
             for parameter in group["params"]:
-                if (master := self._master_of[id(parameter)]) in stored:
-                    yield parameter, stored[master]
+                if values := stored.get(self._master_of[id(parameter)]):  # a lookup may have created an empty dict
+                    yield parameter, values
 
     def __getitem__(self, key: Any) -> Any:
         master, holder = self._key_of(key), self._holder_of(key)
-        if key not in self:
-            values = self._unstepped(key, master)
-        elif master in self.stored:
-            values = self.stored[master]
-        else:
-            values = self._owned_elsewhere()[holder.member.name]  # type: ignore[union-attr]
-        return _show(values, holder)
-
-    def _unstepped(self, parameter: Any, master: Any) -> Any:
-        """Return the values for a key without state: the initial state of a trainable parameter."""
-        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
-            return self.stored[master]
-        if isinstance(self._holder_of(parameter), OwnedParam):
+        if id(key) in self._new:
+            return self._new[id(key)]  # to load a flattened state, torch's set_state_dict reads the keys
+        if isinstance(holder, OwnedParam) and key not in self and key.requires_grad:
             raise KeyError(
-                f"the optimizer has no state for a parameter of shape {list(parameter.shape)} on this rank, because "
+                f"the optimizer has no state for a parameter of shape {list(key.shape)} on this rank, because "
                 "the state of a full parameter is on its owner. Call optimizer.state_dict_by_name() on every rank"
             )
-        groups = self._inner.param_groups
-        group = next(group for group in groups if any(parameter is other for other in group["params"]))
-        # To load a flattened state, torch's set_state_dict reads the names of the state's entries here. The mapping is
-        # read-only, because it is not stored, and writes to it would be lost without an error.
-        return MappingProxyType(first_state(self._inner, group, master))
+        if isinstance(holder, OwnedParam) and key in self and master not in self.stored:
+            return _show(self._owned_elsewhere()[holder.member.name], holder)
+        return _show(self.stored[master], holder)
 
     def __setitem__(self, key: Any, values: Any) -> None:
         master, holder = self._key_of(key), self._holder_of(key)
@@ -121,7 +110,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         holder = self._holder_of(key)  # type: ignore[arg-type]
         if isinstance(holder, OwnedParam):
             return holder.member.name in self._owned_elsewhere()
-        return self._master_of.get(id(key), key) in self.stored
+        return self._master_of.get(id(key), key) in self.stored or id(key) in self._new
 
     def __iter__(self) -> Iterator[Any]:
         yield from (p for group in self._inner.param_groups for p in group["params"] if p in self)
@@ -131,9 +120,12 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        # Hazard: if the view were false before the first step, torch's get_state_dict and set_state_dict would step the
-        # optimizer with zero gradients. See [Note: torch's get_state_dict].
-        return True
+        # Hazard: torch's get_state_dict calls step() if the view is false. An optimizer with owners would then take a
+        # step, because only one without owners recognizes this call. See [Note: torch's get_state_dict].
+        has_owners = any(
+            isinstance(self._holder_of(p), OwnedParam) for g in self._inner.param_groups for p in g["params"]
+        )
+        return has_owners or any(True for _ in self)
 
     # As in a defaultdict, these methods do not create state.
 

@@ -1,64 +1,96 @@
-"""Convert optimizer state dicts between parameter names and numbers, and create initial states.
+"""Convert optimizer state dicts between parameter names and numbers, and support torch's functions for them.
 
 [Note: torch's get_state_dict]
-``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()`` and replaces the numbers of parameters with
-names. If ``optimizer.state`` is false, torch first steps the optimizer with zero gradients and a zero learning rate, to
-create tensors that a load can fill. Such a step would increment step counts and decay momentum buffers. Therefore
-``optimizer.state`` is always true, and the numbered state dict contains an initial state for parameters that the
-optimizer has not stepped yet. The initial state is created for each call and is not stored.
+If ``optimizer.state`` is false, ``torch.distributed.checkpoint.state_dict`` and torchtitan assign zero gradients, set
+the learning rates to 0 and call ``optimizer.step()``, to create tensors that a load can fill. The step would increment
+step counts, and momentum buffers of zeros differ from missing ones. Therefore a sharded optimizer recognizes this step
+(:func:`creates_state_only`) and stores no state. It creates tensors from :func:`new_state`, which the next call of
+``state_dict()`` returns. Each tensor knows whether it has been written to. A load skips parameters whose tensors have
+not been written to, and reading such a tensor emits a warning, because only torch's functions can do that: they save or
+copy the state.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.compatibility import state_after_a_step
-from layerzero.optimizers.optimizer_state import shorten_names
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.gradient_reducer import GradientReducer
+from layerzero.optimizers.optimizer_state import Holder, is_comparable_on_host, shorten_names, to_public_value
 
-__all__ = ["first_state", "first_states", "strip_wrapper_names", "to_numbered", "to_optimizer_names"]
+__all__ = [
+    "NOT_STEPPED",
+    "STATE_IS_LOST",
+    "creates_state_only",
+    "is_unwritten",
+    "new_state",
+    "strip_wrapper_names",
+    "to_numbered",
+    "to_optimizer_names",
+]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
+STATE_IS_LOST = (
+    "the loaded optimizer state has no entry for the frozen parameters {names}. If they were trained before they were "
+    "frozen, torch.distributed.checkpoint.state_dict has dropped their state. In this case, load with "
+    "layerzero.checkpoint.load or load_dcp"
+)
+NOT_STEPPED = (
+    "the optimizer has not stepped, so torch.distributed.checkpoint.state_dict has created its state, which is now "
+    "saved or copied. A load would take it for the state after a step. Use layerzero.checkpoint.save, or "
+    "optimizer.state_dict_by_name(), which has no state before the first step"
+)
 
 
-def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> dict[str, Any]:
-    """Return the initial state of a parameter that `inner` has not stepped yet."""
-    return next(first_states(inner, group, [master]))
+def creates_state_only(optimizer: Optimizer, gradients: GradientReducer, model_ranks: ModelRanks) -> bool:
+    """Return whether a step would only create state: there is none, and learning rates and gradients are zero.
+
+    All ranks must call this function. See [Note: torch's get_state_dict].
+    """
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups if "lr" in group]
+    if not all(is_comparable_on_host(rate) and rate == 0 for rate in rates) or optimizer.state:
+        return False
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if any(p.grad is None or gradients.is_published(p.grad) for p in parameters):
+        return False
+    zero = not any(plain(p.grad).any() for p in parameters)
+    return all(json.loads(text) for text in model_ranks.all_gather_text(json.dumps(zero)))
 
 
-def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the initial state of each of a group's masters. Two trial steps per device are enough for all masters."""
-    # Pass the group without its parameters, because their state would be copied. Also pass it without weight decay,
-    # because SGD's weight decay would add a part of the parameter to the momentum.
-    settings = {**group, "params": [], **({"weight_decay": 0.0} if "weight_decay" in group else {})}
-    trials: dict[torch.device, list[dict[str, Any]]] = {}
-    for master in masters:
-        device = master.device
-        if device not in trials:
-            steps = (state_after_a_step(inner, settings, device, gradient=0.0, value=value) for value in (0.0, 1.0))
-            trials[device] = [state for state, _ in steps]
-        of_zeros, of_ones = trials[device]
-        yield {key: _initial_value(key, value, of_ones.get(key), master) for key, value in of_zeros.items()}
+def new_state(
+    example: Mapping[str, Any], master: Tensor, holder: Holder, on_read: Callable[[], object]
+) -> dict[str, Any]:
+    """Return state that a load can fill, in its public form. Its keys, shapes and dtypes are those of a stepped state.
+
+    Args:
+        example: state of a small fp32 parameter after one step.
+        on_read: function that is called when a tensor is read to which no load has written.
+    """
+    state = copy.deepcopy(dict(example))  # torch.distributed.checkpoint writes to the scalars
+    for key, value in example.items():
+        if isinstance(value, Tensor) and value.ndim:
+            dtype = master.dtype if value.dtype is torch.float32 else value.dtype
+            zeros = torch.zeros_like(master, dtype=dtype, requires_grad=False)
+            state[key] = filled = to_public_value(zeros, holder)
+            if isinstance(filled, RowShardedTensor):
+                filled._local_tensor.tracker.on_read = on_read  # type: ignore[union-attr]
+    return state
 
 
-def _initial_value(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
-    """Infer the initial value of a state entry from its values after steps on parameters of zeros and of ones."""
-    if isinstance(value, Tensor) and value.ndim:
-        dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
-        start = float(value.flatten()[0])
-        if float(of_ones.flatten()[0]) - start == 1.0:  # a copy of the parameter, as in schedule-free optimizers
-            return master.detach().to(dtype, copy=True)
-        return torch.full_like(master, start, dtype=dtype, requires_grad=False)
-    if key not in _BEFORE_A_STEP:
-        return copy.deepcopy(value)  # each parameter has its own tensor, because torch.distributed.checkpoint writes it
-    initial = _BEFORE_A_STEP[key]
-    return torch.full_like(value, initial) if isinstance(value, Tensor) else type(value)(initial)
+def is_unwritten(values: Mapping[str, Any]) -> bool:
+    """Return whether `values` is state from :func:`new_state`, and no load has written to its sharded tensors."""
+    trackers = [value._local_tensor.tracker for value in values.values() if isinstance(value, RowShardedTensor)]
+    return bool(trackers) and all(tracker is not None and tracker.on_read is not None for tracker in trackers)
 
 
 def to_numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
