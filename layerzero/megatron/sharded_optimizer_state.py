@@ -306,7 +306,8 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
             groups.append({**group, **saved_settings, "params": names})
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _convert_step(counting["step"], step)
-        chunk_optimizer.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+        stepped = values if step != 0 else {}  # Megatron's format stores zeros before the first step
+        chunk_optimizer.optimizer.adopt_state_dict({"state": stepped, "param_groups": groups})
 
 
 def _merge_chained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -87,6 +87,12 @@ def _refuses(rank: int, path: str) -> None:
             optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
         unstepped = optimizer.sharded_state_dict({})
         assert {group["step"] for group in unstepped["param_groups"]} == {0}, "all of them, so there is one count"
+        optimizer.load_state_dict(unstepped)
+        assert not optimizer.sharded[0].state_by_name(), "a parameter has no state before its first step"
+        optimizer.sharded[0].inner.state["k"] = 1
+        with pytest.raises(NotImplementedError, match=r"state under 'k', which is no parameter.*megatron\.save"):
+            optimizer.sharded_state_dict({})
+        del optimizer.sharded[0].inner.state["k"]
         train(case, chunks, optimizer, scheduler, BEFORE)
 
         inner = optimizer.sharded[0].inner

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import layerzero
@@ -145,6 +146,9 @@ def _as_torch(rank: int) -> None:
     assert optimizer.full_state_dict(rank0_only=False)["state"]["k"].tolist() == [2]
     assert set(optimizer.state) - {model.weight} == {"k", -1, "nested"} and optimizer.state["k"].tolist() == [2]
     assert layerzero.memory(model)
+    for net, each in ((alone, plain), (model, optimizer)):
+        with pytest.raises(KeyError, match="k"):  # torch expects keys to be parameters
+            get_optimizer_state_dict(net, each)
     kept = copy.deepcopy((plain.state_dict(), optimizer.state_dict(), _weight(model)))
     _train(alone, plain, 2)
     for state in (kept[1], kept[0]):  # of this optimizer, and of the plain one

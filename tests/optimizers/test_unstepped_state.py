@@ -234,3 +234,26 @@ def _real_steps(rank: int) -> None:
 
 def test_a_first_step_with_a_learning_rate_of_zero_is_a_step() -> None:
     run_ranks(_real_steps, world_size=2)
+
+
+def _recipe(rank: int, path: str) -> None:
+    """Save with torch's functions an optimizer that has not stepped all parameters."""
+    model, optimizer = _pair("SGD", 2)
+    _step(model, optimizer, 0, uses_own=False)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
+    expected = _ours(model, optimizer)
+    other, new = _pair("SGD", 1)
+    fresh = get_state_dict(other, new)
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer\.state\.last"
+    ):
+        dcp.load({"model": fresh[0], "optimizer": fresh[1]}, checkpoint_id=path)
+    with pytest.raises(RuntimeError, match="Missing optimizer state for parameter 'last'"):
+        set_optimizer_state_dict(model, optimizer, states[1])
+    checkpoint.load_dcp(path, other, new)
+    assert not (wrong := different(_ours(other, new), expected)), wrong
+
+
+def test_a_checkpoint_of_torchs_functions_says_which_parameters_have_state(tmp_path: Path) -> None:
+    run_ranks(_recipe, str(tmp_path / "dcp"), world_size=2)

@@ -379,6 +379,9 @@ COVERED: dict[str, tuple[str, ...]] = {
     "DTensors of another framework": (
         "optimizers/test_wrapped_optimizer.py::test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters",
     ),
+    "torch's `get_optimizer_state_dict` of an optimizer with state": (
+        "optimizers/test_shared_state.py::test_other_keys_are_where_torch_has_them_and_a_rollback_restores_them",
+    ),
     "Loading optimizer state, as sharded tensors in memory": (
         "optimizers/test_kernels.py::test_state_that_is_sharded_in_another_order_is_refused",
         "checkpoint/test_save_and_load.py::test_a_run_resumed_on_any_topology_equals_one_that_never_stopped",
