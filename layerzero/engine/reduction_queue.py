@@ -98,7 +98,7 @@ class ReductionQueue:
         try:
             for gradients in self.order:
                 gradients.wait_for_reduction()
-                self._reducing.append(gradients)
+                self._prepare(gradients)
                 self._start_reduction(gradients.create_accumulated_reduction())
         except BaseException:
             self.drain()
@@ -142,8 +142,13 @@ class ReductionQueue:
         """Return the reduction of the next handle, or None if the handle needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
-        self._reducing.append(gradients)
+        self._prepare(gradients)
         return gradients.create_reduction(across_replicas=across_replicas)
+
+    def _prepare(self, gradients: HandleGradients) -> None:
+        self._reducing.append(gradients)
+        if gradients.inspector is not None:  # it runs on the current stream, but gradients may arrive on another one
+            self.streams.record_gradients_event().wait()
 
     def _start_reduction(self, reduction: HandleReduction | None) -> None:
         if reduction is not None:

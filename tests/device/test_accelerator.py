@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.device.accelerator import synchronize_current_stream
+from layerzero.device.accelerator import require_no_capture, synchronize_current_stream
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.megatron import arguments as flags
 from layerzero.sharding.launchers import connections_warning
-from tests.support.late_device import NAME, Device, DeviceCopies, register
+from tests.support.late_device import NAME, Device, DeviceCopies, Stream, register
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -80,6 +80,42 @@ def _capture(rank: int) -> None:
 
 def test_capture_of_a_whole_step_is_refused() -> None:
     run_ranks(_capture, world_size=2)
+
+
+def test_a_device_without_graphs_captures_nothing() -> None:
+    with mock.patch("layerzero.device.accelerator.device_module", lambda device: SimpleNamespace()):
+        require_no_capture(torch.device("meta"), "a forward")
+
+
+def _check_local_gradients(rank: int) -> None:
+    """Train with a guard on a stream that is not the one on which gradients arrive."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    checked: list[int] = []
+    with Device().installed() as device:
+
+        def check(bad: Tensor, outgoing: list[tuple[int, Tensor]]) -> None:
+            checked.append(len(outgoing))
+            device.current_stream().use([gradient for _, gradient in outgoing], "the check of local gradients")
+
+        for mode in ("sharded", "full"):
+            model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            other = Stream(computes=True)
+            with mock.patch("layerzero.reliability.local_gradient_check._mark_nonfinite", check):
+                guard = layerzero.guard_steps(model, optimizer, locate=True)
+                other.wait_stream(device.current_stream())
+                with device.stream(other):
+                    for number in range(2):
+                        with layerzero.no_sync(model) if number == 0 else nullcontext():
+                            integer_loss(model, integer_batch(micro_batch=number, rank=rank)).backward()
+                device.current_stream().wait_stream(other)
+                guard.close()
+    assert sum(checked) == 7 * (2 + 1), "each gradient of two backwards, and the sum of two"
+
+
+def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream() -> None:
+    run_ranks(_check_local_gradients, world_size=2)
 
 
 def _streams(rank: int) -> int:
