@@ -9,7 +9,7 @@ reduction_spec.py decides this and the exceptions ([Note: Dtype of full gradient
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class GradientReducer:
     A backward pass calls :meth:`begin`, starts the reductions of `queue` as handles complete, and calls :meth:`finish`
     at its end. If the backward pass raises an error, :meth:`abandon` is called instead.
 
+    Args:
+        enclosing: for each handle, the handles of the units in :attr:`Unit.enclosing` of its unit.
+
     Attributes:
         backwards: number of backward passes begun so far.
         queue: queue that starts the reductions of the handles, in the same order on all ranks.
@@ -52,8 +55,12 @@ class GradientReducer:
         lazy_grad: object that makes reads of ``.grad`` wait until the ranks have agreed on which parameters were used.
     """
 
-    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
+    def __init__(
+        self, handles: Sequence[Handle], model_ranks: ModelRanks, enclosing: Mapping[Handle, Sequence[Handle]]
+    ) -> None:
         self.backwards = 0
+        self._enclosing = enclosing
+        self._inner: dict[Handle | None, list[Handle]] = {}  # see inner_handles
         self._status = GradientStatus.FINAL
         self._handles = tuple(handles)
         self._model_ranks = model_ranks
@@ -87,11 +94,27 @@ class GradientReducer:
             ]
         )
 
-    def _set_order(self, order: list[Handle]) -> None:
-        self._order = order
+    def inner_handles(self, handle: Handle) -> Sequence[Handle]:
+        """Return the handles that are reduced with `handle`, just before it.
+
+        See [Note: Reductions on several meshes] in reduction_queue.py.
+        """
+        return self._inner.get(handle, ())
+
+    def _set_order(self, order: Sequence[Handle]) -> None:
+        common = dict.fromkeys(handle for handle in order if not self._enclosing[handle])
+        self._inner = {}
+        for handle in order:
+            if handle not in common:
+                outer = next((each for each in self._enclosing[handle] if each in common), None)
+                self._inner.setdefault(outer, []).append(handle)
+        order = [each for handle in common for each in (*self.inner_handles(handle), handle)]
+        self._order = order = order + self._inner.get(None, [])
         self._used_params.set_local_order([member.name for handle in order for member in handle.members])
         self.queue = ReductionQueue(
-            [gradients for handle in order if (gradients := handle.gradients) is not None], self._streams
+            [gradients for handle in order if (gradients := handle.gradients) is not None],
+            self._streams,
+            inner={handle.gradients for handle in order if self._enclosing[handle]},
         )
 
     @property

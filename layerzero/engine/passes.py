@@ -4,18 +4,20 @@ The autograd graph of a forward pass keeps the object that represents this pass 
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts that receive no tokens. Therefore a gather is prefetched only by the call to a unit on the same mesh. All ranks
-that take part in the gather then launch it at the same point in the program. This matters because an unpredicted gather
-waits for the other ranks. At any other point in the program, the other ranks might be waiting for this rank in a
-collective launched by user code.
+experts that receive no tokens. Therefore a gather is prefetched only by the call to a unit on the same mesh, and only
+the calls on this mesh determine which units are prefetched or stay gathered. All ranks that take part in the gather
+then launch it at the same point in the program. This matters because an unpredicted gather waits for the other ranks.
+At any other point in the program, the other ranks might be waiting for this rank in a collective launched by user code.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
@@ -48,12 +50,12 @@ class UnitCall:
 
     @property
     def next_call(self) -> UnitCall | None:
-        """First call after this one, in order of return, that an autograd graph still contains; None if there is none.
+        """First call of a common unit after this one, in order of return, or None if there is none.
 
-        The backward pass of the next call runs before the backward pass of this call.
+        An autograd graph still contains the call. Its backward pass runs before the backward pass of this call.
         """
         later = (self._returned_calls[index]() for index in range(self._position + 1, len(self._returned_calls)))
-        return next((call for call in later if call is not None), None)
+        return next((call for call in later if call is not None and call.unit.is_common), None)
 
     def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
@@ -69,7 +71,8 @@ class UnitCall:
 
         Autograd runs three kinds of nodes before the nodes of this call: nodes of the next call, nodes of the callers
         of the next call, and nodes of uses outside of forward passes between the two calls. If units are on several
-        meshes, the last call in the graph also yields the handles of units that the forward pass did not call.
+        meshes, the last call in the graph also yields the handles of units that the forward pass did not call. Only
+        calls of common units count; see [Note: Reductions on several meshes] in reduction_queue.py.
         """
         forward, next_call = self.forward_pass, self.next_call
         for position, units in () if forward is None else forward.uses:
@@ -111,14 +114,15 @@ class ForwardPass:
 
     Args:
         entry: the outermost unit.
-        units: all units of the model if they are on several meshes, because other ranks may then call units that this
-            rank does not call. Otherwise the sequence is empty.
+        units: if the model has several meshes, the units in the root for which :attr:`Unit.is_called_alike` is True.
+            Other ranks may call units that this rank does not call. Otherwise the sequence is empty.
         expected: units that the last forward pass with the same outermost unit called, in order.
 
     Attributes:
         called: units in the order in which they were called.
         returned: calls that are in an autograd graph, in the order in which they returned.
         prefetched: units whose gathers were launched before they were called.
+        still_gathered: for each mesh, the unit of the last call if the next call is expected to be of the same unit.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -127,14 +131,22 @@ class ForwardPass:
         self.returned: list[weakref.ref[UnitCall]] = []
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
-        self.still_gathered: Unit | None = (
-            None  # unit of the last call, if the next call is expected to be of the same unit
-        )
+        self.still_gathered: dict[MeshInfo, Unit] = {}
         self.uses: list[
             tuple[int, Sequence[Unit]]
         ] = []  # uses of weights outside of calls: (position in `returned`, units)
-        self._expected = expected
+        self._expected: dict[MeshInfo, deque[Unit]] = {}  # next calls on each mesh, without those that have deviated
+        for unit in expected:
+            self._expected.setdefault(unit.mesh_info, deque()).append(unit)
         self._units = units
+
+    def record_call(self, unit: Unit) -> None:
+        self.called.append(unit)
+        expected = self._expected.get(unit.mesh_info)
+        if expected and expected[0] is unit:
+            expected.popleft()
+        else:
+            self._expected.pop(unit.mesh_info, None)
 
     @property
     def uncalled_units(self) -> list[Unit]:
@@ -150,26 +162,21 @@ class ForwardPass:
             return False
         return any(call.unit is unit for ref in self.returned[:calls] if (call := ref()) is not None)
 
-    def next_units(self, count: int) -> list[Unit]:
-        """Return the next `count` units on the mesh of the last called unit, predicted from the last forward pass.
+    def next_units(self, count: int, mesh: MeshInfo) -> list[Unit]:
+        """Return the next `count` units on a mesh, predicted from the last forward pass.
 
-        The list is empty once this forward pass deviates from the prediction. See [Note: Prefetch on several meshes].
+        The list is empty once the calls on this mesh deviate from the prediction. See [Note: Prefetch on several
+        meshes].
         """
-        position = len(self.called)
-        # `called` is empty if the first call raised in its pre-hook.
-        if not 0 < position <= len(self._expected) or self._expected[position - 1] is not self.called[-1]:
-            self._expected = []
-        candidates = (unit for unit in self._expected[position:] if unit.mesh_info is self.called[-1].mesh_info)
-        return list(islice(candidates, count))
+        return list(islice(self._expected.get(mesh, ()), count))
 
     def is_expected_last(self, unit: Unit) -> bool:
-        """Return whether `unit` was called last and no more calls are expected.
+        """Return whether `unit` was called last and no more calls on its mesh are expected.
 
         The expected calls are those of the last forward pass with the same outermost unit. If there was none, return
         False.
         """
-        is_end = 0 < len(self._expected) == len(self.called)
-        return is_end and self.called[-1] is unit and self._expected[-1] is unit
+        return bool(self.called) and self.called[-1] is unit and self._expected.get(unit.mesh_info) == deque()
 
 
 class GatheredUse:

@@ -17,6 +17,20 @@ each communicator has one order of launches, which does not depend on when gradi
 take. Hop 1 and hop 2 of different handles overlap. On a device, the host enqueues all collectives in a single
 sequence, in which hop 1 and hop 2 alternate, handle by handle.
 
+[Note: Reductions on several meshes]
+Ranks may call different experts, in different orders, or no experts. The point at which the calls of an expert end then
+differs between ranks. If it launched a reduction, the reduction would precede a gather or a collective of the user's
+program on some ranks and follow it on others, and the ranks would wait for each other. Therefore reductions are
+launched where all ranks that take part in them are at the same point of the program:
+
+- A unit is common if the unit and all units that contain it are on the root's mesh. All ranks call the common units in
+  the same order. Only their calls launch the reductions of common units.
+- The reduction of any other unit is launched together with the reduction of a common unit, just before it. This is the
+  innermost common unit that contains the other unit and has trainable parameters. When its calls have ended, the calls
+  inside it have ended, too, on every rank. Without such a unit, the reduction is launched at the end of the pass.
+- If the mesh of the other unit has one replica, only the ranks of one ZeRO-3 group take part, and they call the same
+  units. The end of the unit's calls may then launch its reduction earlier.
+
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
 handle runs on the same streams, and therefore adds to the accumulator after the earlier reductions. Buffers are
@@ -31,7 +45,7 @@ it. Several handles share the device slabs and the host accumulators. If a model
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from layerzero.device.streams import ReductionStreams, Waitable
@@ -48,10 +62,22 @@ IN_FLIGHT = (1, 2)
 
 
 class ReductionQueue:
-    """Queue that starts the reductions of the handles in `order` on `streams`, one after the other."""
+    """Queue that starts the reductions of the handles in `order` on `streams`, one after the other.
 
-    def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
+    Args:
+        inner: handles in `order` whose units are not common. They precede the handle with which they are reduced. See
+            [Note: Reductions on several meshes].
+    """
+
+    def __init__(
+        self,
+        order: Sequence[HandleGradients],
+        streams: ReductionStreams,
+        *,
+        inner: Collection[HandleGradients | None] = (),
+    ) -> None:
         self.order = list(order)
+        self._inner = inner
         self.streams = streams
         self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_scratch)}
         lasting = all(each.accumulator.storage.lasting for each in self.order)
@@ -64,10 +90,21 @@ class ReductionQueue:
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
 
-    def start_ready(self, *, across_replicas: bool) -> None:
-        """Start the reductions of the next handles in order, up to the first handle that is not ready."""
-        order = self.order
-        while self._next < len(order) and order[self._next].pending_slots.all_ready:
+    def start_ready(self, *, across_replicas: bool, is_common: bool = True) -> None:
+        """Start the reductions of the next handles in order, up to the first handle that is not ready.
+
+        Args:
+            is_common: True if all ranks reach this point of the program. See [Note: Reductions on several meshes].
+        """
+        count = 0
+        for number, gradients in enumerate(self.order[self._next :], 1):
+            is_inner = gradients in self._inner
+            may_start = is_common or (is_inner and gradients.mesh_info.replicas == 1)
+            if not (may_start and gradients.pending_slots.all_ready):
+                break
+            if not (is_common and is_inner):  # an inner handle starts together with the next common one
+                count = number
+        for _ in range(count):
             self._start_reduction(self._next_reduction(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:

@@ -196,10 +196,10 @@ class Scheduler(Closable):
             self._begin_forward(unit)
         self._gather(unit)
         if self._forward is not None:
-            self._forward.called.append(unit)
+            self._forward.record_call(unit)
             self._gradients.queue.record_unit_call()
-            self._free_still_gathered(self._forward, unless=unit)
-            recorded = self._forward.next_units(self._config.prefetch)
+            self._free_still_gathered(self._forward, unit.mesh_info, unless=unit)
+            recorded = self._forward.next_units(self._config.prefetch, unit.mesh_info)
             for next_unit in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(next_unit)
                 self._gather(next_unit)
@@ -234,8 +234,8 @@ class Scheduler(Closable):
             call.record_return(self._forward)
             unit.keep_post_forward(self._forward)
         if not (awaits_backward and self._stays_gathered(unit)) and not in_backward() and self._is_idle(unit):
-            if self._forward is not None and self._forward.next_units(1) == [unit]:
-                self._forward.still_gathered = unit
+            if self._forward is not None and self._forward.next_units(1, unit.mesh_info) == [unit]:
+                self._forward.still_gathered[unit.mesh_info] = unit
             else:
                 unit.reshard()
         if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
@@ -271,7 +271,7 @@ class Scheduler(Closable):
     def _begin_forward(self, entry: Unit) -> None:
         require_no_capture(self._mesh_info.device, f"the forward of {entry.label}")
         self._apply_user_changes("a forward")
-        units = self._units if len(self._orders) > 1 else ()
+        units = [unit for unit in self._units[1:] if unit.is_called_alike] if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
 
@@ -294,15 +294,16 @@ class Scheduler(Closable):
             self._gradients.apply_requires_grad()
         self._refresher.pre_forward()
 
-    def _free_still_gathered(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
-        unit, forward.still_gathered = forward.still_gathered, None
+    def _free_still_gathered(self, forward: ForwardPass, mesh: MeshInfo, *, unless: Unit | None = None) -> None:
+        unit = forward.still_gathered.pop(mesh, None)
         if unit is not None and unit is not unless and self._is_idle(unit):
             unit.reshard()
 
     def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
-        self._free_still_gathered(forward)
+        for mesh in self._orders:
+            self._free_still_gathered(forward, mesh)
         # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
         for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
@@ -473,10 +474,11 @@ class Scheduler(Closable):
         backward.active_calls[call] = None
         self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
-        self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
+        self._reduce_before(backward, call)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
             if caller not in backward.gathered_calls:
+                self._reduce_before(backward, caller)
                 backward.gathered_calls.add(caller)
                 self._gather(caller.unit)
         backward.gathered_calls.add(call)
@@ -500,20 +502,28 @@ class Scheduler(Closable):
         if call not in self._enter_backward(f"unit {call.unit.name!r}").active_calls:
             self.pre_backward(call, gradient)
 
-    def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
+    def _reduce_before(self, backward: BackwardPass, call: UnitCall) -> None:
+        """Launch the reductions of handles that receive no more gradients once the backward pass reaches a call."""
+        if call.unit.is_common:
+            self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
+
+    def _reduce_ended(
+        self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool, is_common: bool = True
+    ) -> None:
         """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
 
         Args:
             called: True if the forward pass has called the units of `handles`. Only such handles are added to the order
                 of arrival.
+            is_common: see :meth:`ReductionQueue.start_ready`.
         """
-        for handle in handles:
+        for handle in [each for ended in handles for each in (*self._gradients.inner_handles(ended), ended)]:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
                 gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
                 if gradients.pending_slots.all_ready and called:
                     backward.completed_handles[handle] = None
-        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
+        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync, is_common=is_common)
 
     def _reduce_remaining(self, backward: BackwardPass) -> None:
         """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""
@@ -540,8 +550,8 @@ class Scheduler(Closable):
             backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-            if call.forward_pass is not None and call.is_last_in_backward:
-                self._reduce_ended(backward, call.unit.handles, called=True)
+            if call.forward_pass is not None and call.unit.is_called_alike and call.is_last_in_backward:
+                self._reduce_ended(backward, call.unit.handles, called=True, is_common=call.unit.is_common)
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
@@ -567,7 +577,8 @@ class Scheduler(Closable):
         assert self._backward is not None
         for call in self._backward.nested.pop(task):
             self.post_backward(call, None)
-            self._reduce_ended(self._backward, call.unit.handles, called=True)
+            if call.unit.is_common:
+                self._reduce_ended(self._backward, call.unit.handles, called=True)
 
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""

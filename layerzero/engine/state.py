@@ -72,7 +72,12 @@ class LayerZeroState(Closable):
         self.parameters = ParamRegistry(self.members, ignored)
         self.status = ModelStatus(StructureCheck(model, self.members.values()))
         uses: list[GatheredUse] = []
-        self.gradients = GradientReducer(self.handles, model_ranks)
+        enclosing = {
+            handle: [outer for each in unit.enclosing for outer in each.handles]
+            for unit in self.units
+            for handle in unit.handles
+        }
+        self.gradients = GradientReducer(self.handles, model_ranks, enclosing)
         self.refreshes = WeightRefresher(self.handles, model_ranks, uses, self.transports)
         self.scheduler = Scheduler(
             self.units, config, mesh_info, pools, self.gradients, self.refreshes, uses, self.status

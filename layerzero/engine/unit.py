@@ -33,6 +33,10 @@ class Unit:
 
     Between passes, the modules have sharded parameters. During forward and backward passes, they have gathered
     parameters. Activation checkpoints that a backward pass recomputes therefore use gathered parameters.
+
+    Attributes:
+        enclosing: common units that contain the unit, innermost first. Empty if the unit is common itself. See
+            [Note: Reductions on several meshes] in reduction_queue.py.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         reshards: bool | int,
         cast_buffers: Sequence[CastBuffer] = (),
+        enclosing: Sequence[Unit] = (),
     ) -> None:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
@@ -52,6 +57,7 @@ class Unit:
         self.mesh_info = mesh.mesh_info
         self.transport_traits = mesh.transport.traits  # not the transport, because live graphs keep units alive
         self.cast_buffers = tuple(cast_buffers)
+        self.enclosing = tuple(enclosing)
         self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
         # True if set_reshard_after_forward was called. On a device, the root and the unit that is
         # called last follow the setting only in this case.
@@ -79,6 +85,16 @@ class Unit:
     def label(self) -> str:
         """Name of the unit in traces and messages."""
         return self.name or "the root"
+
+    @property
+    def is_common(self) -> bool:
+        """True if all ranks call the unit at the same points of the program."""
+        return not self.enclosing
+
+    @property
+    def is_called_alike(self) -> bool:
+        """True if all ranks that reduce the unit's gradients together call the unit, or none of them does."""
+        return self.is_common or self.mesh_info.replicas == 1
 
     @property
     def gathered(self) -> bool:

@@ -4,9 +4,10 @@
 Handles are reduced one after the other, and reduction_queue.py limits the number of in-flight reductions. At most
 `IN_FLIGHT` reductions are in each hop. One more reduction is launched before the host waits for the oldest reduction.
 Units receive gradients one after the other. The units that contain the current unit also receive gradients, and they
-complete last. Therefore the number of buffers of each size follows from the layouts. All buffers of a size are
-allocated when the first of them is used, so the memory of a model does not depend on the speed of collectives. If the
-backward passes of units interleave, additional buffers are allocated when they are needed.
+complete last. Units that are reduced together with an enclosing unit count as one unit. Therefore the number of buffers
+of each size follows from the layouts. All buffers of a size are allocated when the first of them is used, so the memory
+of a model does not depend on the speed of collectives. If the backward passes of units interleave, additional buffers
+are allocated when they are needed.
 
 On a device, streams wait for reductions instead of the host. A unit needs its buffers from the arrival of its gradients
 until its reduction has completed. At most two units have buffers at the same time, in addition to the units that

@@ -55,7 +55,7 @@ class RankTraits:
 class HandleSpec:
     """Description of a handle without its tensors."""
 
-    unit: str  # name of the unit
+    unit: str  # name of the unit, or of the enclosing unit with which the handle is reduced; see Unit.enclosing
     kind: str  # description of the parameters, for messages
     trainable: bool
     precision: Precision
@@ -149,7 +149,9 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
             unit.name,
             tuple(
                 HandleSpec(
-                    unit.name,
+                    unit.name
+                    if unit.is_called_alike
+                    else next((u.name for u in unit.enclosing if any(h.gradients for h in u.handles)), ""),
                     "",
                     handle.gradients is not None,
                     handle.precision,

@@ -300,6 +300,10 @@ def plan_handles(
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
     factor = config.gradient_divide_factor or averaged
+    reduced_with = plan.name
+    if plan.enclosing and where.grid.replicas > 1:
+        trained = (u.name for u in plan.enclosing if any(info.parameter.requires_grad for info in u.parameters))
+        reduced_with = next(trained, "")
     kinds: dict[tuple[torch.dtype, bool, bool], list[ParamInfo]] = {}
     for info in plan.parameters:
         if has_extension(info.parameter):
@@ -339,7 +343,7 @@ def plan_handles(
             )
             planned.append(
                 HandleSpec(
-                    plan.name,
+                    reduced_with,
                     kind,
                     trainable,
                     precision,
@@ -369,7 +373,7 @@ def plan_handles(
         )
         planned.append(
             HandleSpec(
-                plan.name,
+                reduced_with,
                 f"{type(parameter).__name__} {info.name!r}",
                 parameter.requires_grad,
                 precision,
@@ -395,6 +399,7 @@ def build_unit(
     site: UnitMesh,
     mesh: MeshResources,
     param_init_fn: InitFn | None,
+    enclosing: Sequence[Unit],
 ) -> tuple[Unit, list[UninitializedTensor]]:
     """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
@@ -442,7 +447,14 @@ def build_unit(
     for parameter, name in {info.parameter: info.name for info in (*originals, *plan.parameters)}.items():
         make_stale(parameter, name, replacements[name])
     unit = Unit(
-        plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+        plan.name,
+        plan.called,
+        tuple(handles),
+        mesh,
+        policy=policy,
+        reshards=reshards,
+        cast_buffers=cast_buffers,
+        enclosing=enclosing,
     )
     unit.show_sharded()
     return unit, uninitialized

@@ -42,6 +42,7 @@ from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.hooks import register_hooks
 from layerzero.engine.resources import MeshResources, ModelPools
 from layerzero.engine.state import LayerZeroState
+from layerzero.engine.unit import Unit
 from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, plan_scratch
 from layerzero.estimates.specs import RankTraits, specs_of
@@ -365,16 +366,18 @@ def _build(
         each: MeshResources(each, transport, pools, _create_refresher(each, config, pools))
         for each, transport in transports.items()
     }
-    units_built = []
+    units_built: dict[UnitDefinition, Unit] = {}
     uninitialized: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         site = sites[plan.mesh]
-        unit, unit_uninitialized = build_unit(plan, planned, config, site, resources[site.mesh_info], param_init_fn)
-        units_built.append(unit)
+        enclosing = [units_built[each] for each in plan.enclosing]
+        units_built[plan], unit_uninitialized = build_unit(
+            plan, planned, config, site, resources[site.mesh_info], param_init_fn, enclosing
+        )
         uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    lz_state = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
+    lz_state = LayerZeroState(model, [*units_built.values()], config, model_ranks, pools, transports.values(), ignored)
     if registered is not None:
         lz_state.on_close.append(registered.close)
     lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]

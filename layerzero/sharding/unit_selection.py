@@ -52,6 +52,7 @@ class UnitDefinition:
     mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
     called: list[nn.Module]  # a call to any of these modules is a call to the unit
     parameters: list[ParamInfo] = field(default_factory=list)
+    enclosing: list[UnitDefinition] = field(default_factory=list)  # as Unit.enclosing
     modules: dict[nn.Module, str] = field(default_factory=dict)  # names of the modules whose innermost unit is this one
 
 
@@ -99,6 +100,8 @@ def partition(
 
     for name, module in model.named_modules():
         enclosing_units(name)[0].modules[module] = name
+    if len(ranks) > 1:
+        _find_enclosing(plans[""], [enclosing_units(name) for name, module in modules.items() if id(module) in plan_of])
     for holders, info in _unique_parameters(model, ignored):
         first_chain, *other_chains = [enclosing_units(holder) for holder in holders]
         owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
@@ -106,6 +109,20 @@ def partition(
         owner.parameters.append(info)
     _refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
     return list(plans.values())
+
+
+def _find_enclosing(root: UnitDefinition, chains: Sequence[list[UnitDefinition]]) -> None:
+    """Set `enclosing` of all units.
+
+    Args:
+        chains: for each path to a module of a unit, this unit and the units that contain the module, innermost first.
+    """
+    around: dict[UnitDefinition, list[UnitDefinition]] = {}  # units that contain all modules of a unit
+    for chain in chains:
+        around[chain[0]] = [each for each in around.get(chain[0], chain) if each in chain]
+    for plan, units in around.items():
+        common = list(itertools.takewhile(lambda each: each.mesh is root.mesh, reversed(units)))
+        plan.enclosing = [] if plan in common else common[::-1]
 
 
 def _ignored_param_ids(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +22,11 @@ from layerzero.engine.passes import UnitCall
 from layerzero.engine.scheduler import Scheduler
 from tests.estimates.test_memory_estimate import needs_caching
 from tests.sharding.test_expert_parallel import integer_batch, integer_loss, shard
-from tests.support.ranks import run_ranks
+from tests.support.expert_programs import Expert, ExpertNet, expert_mesh_of, expert_units, experts_mesh
+from tests.support.late_device import NAME, Device, register
+from tests.support.models import different, exact_sgd, full_gradients, full_parameters
+from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
 
 COUNT = 6
 
@@ -62,6 +72,17 @@ def _memory(rank: int) -> None:
             optimizer.zero_grad()
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, (expert_size, size)
+    for (ep, size, expert_size), kind in itertools.product(((1, 4, 2), (2, 4, 2)), ("nested", "frozen", "flat")):
+        own, _ = experts_mesh(expert_size, ep)
+        mesh, units = expert_mesh_of(layerzero.init_mesh(size), own), expert_units(kind)
+        model = layerzero.shard_model(ExpertNet(kind), mesh=mesh, units=units, accumulation="sharded")
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for _ in range(3):
+            _loss(model, rank, "all").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = layerzero.memory(model)
+        assert {key: report.measured[key] for key in report.predicted} == report.predicted, (kind, ep, report)
 
 
 @needs_caching
@@ -105,3 +126,86 @@ def _router(rank: int) -> None:
 def test_a_router_on_the_mesh_of_its_experts_is_refused() -> None:
     """Refuse the mesh: the router's copies would be trained as separate parameters."""
     run_ranks(_router)
+
+
+STEPS = [("all", "none"), ("none", "all"), ("reversed", "none", "first", "none"), ("none",), ("last", "all")]
+
+
+def _programs(rank: int, cases: Sequence[tuple[str, Sequence[int], dict[str, Any]]], on_device: bool) -> None:
+    """Train with experts that some ranks or all ranks do not call in a step, and compare with one process."""
+    world = dist.get_world_size()
+    if on_device:
+        register()
+    for kind, (ep, size, expert_size), settings in cases:
+        own, axis = experts_mesh(expert_size, ep)
+        root = mesh_of(size)
+        if on_device:
+            own, root = mesh_on(NAME, expert_size), mesh_on(NAME, size)
+        alone = [ExpertNet(kind) for _ in range(ep)]
+        for net in alone[1:]:  # all parameters but those of the experts are shared
+            for path, module in alone[0].named_modules():
+                if not isinstance(module, Expert):
+                    net.get_submodule(path)._parameters.update(module._parameters)
+        exact = exact_sgd({p: None for net in alone for p in net.parameters()})
+        # Ranks of a ZeRO-3 group of the experts call the same ones.
+        groups = [each // (ep * expert_size) * ep + each % ep for each in range(world)]
+        meet = partial(dist.barrier, axis.get_group())
+        model = ExpertNet(kind, settings.get("recompute", "none"), meet)
+        with Device(one_at_a_time=True).installed() if on_device else nullcontext():
+            engine = {name: value for name, value in settings.items() if name != "recompute"}
+            layerzero.shard_model(model, mesh=expert_mesh_of(root, own), units=expert_units(kind), **engine)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            for step, choices in enumerate(STEPS):
+                chosen = [choices[group % len(choices)] for group in groups]
+                for micro_batch in range(2):
+                    with layerzero.no_sync(model) if micro_batch == 0 and step % 2 else nullcontext():
+                        _loss(model, rank, chosen[rank]).backward()
+                for each in range(world):
+                    (_loss(alone[each % ep], each, chosen[each]) * 2 / world).backward()
+                net = alone[rank % ep]
+                expected = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+                assert not different(full_gradients(model), expected), (kind, settings, step)
+                for each in (optimizer, exact):
+                    each.step()
+                    each.zero_grad()
+                assert not different(full_parameters(model), dict(net.named_parameters())), (kind, settings, step)
+
+
+def _loss(model: nn.Module, rank: int, choice: str) -> Tensor:
+    return model(torch.ones(1, 4), choice).sum() * (rank + 1)
+
+
+# Kind of the model; ep, S of the root, S of the experts; settings.
+PROGRAMS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
+    ("nested", (2, 2, 1), {"prefetch": 0, "accumulation": "local"}),
+    ("returned", (1, 2, 4), {"prefetch": 2, "recompute": "reentrant"}),
+    ("inner", (2, 4, 2), {"recompute": "other", "accumulation": "full"}),
+    ("twice", (2, 2, 1), {"prefetch": 2}),
+    ("frozen", (1, 4, 2), {"prefetch": 0, "recompute": "other"}),
+    ("flat", (2, 1, 2), {"recompute": "reentrant"}),
+    ("twice", (1, 2, 1), {"accumulation": "full", "recompute": "other", "prefetch": 0}),
+    ("inner", (1, 1, 2), {"reshard_after_forward": False}),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_may_call_no_experts(world_size: int) -> None:
+    cases = [("nested", (1, world_size, 1), {}), ("flat", (1, 1, world_size), {"accumulation": "full"})]
+    run_ranks(_programs, cases, False, world_size=world_size, pg_timeout=10)
+
+
+@pytest.mark.slow
+def test_ranks_may_call_no_experts_in_any_model() -> None:
+    run_ranks(_programs, PROGRAMS, False, pg_timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_ranks_of_a_device_may_call_no_experts(world_size: int) -> None:
+    """Run the collectives of each rank one at a time, in the order of their launches."""
+    cases = [
+        (kind, (1, 2, 1 if world_size == 2 else size), each | {"offload_grads": kind == "frozen"})
+        for kind, (ep, _, size), each in PROGRAMS
+        if ep == 1
+    ]
+    run_ranks(_programs, cases, True, world_size=world_size, pg_timeout=20)
