@@ -493,7 +493,7 @@ class Scheduler(Closable):
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
-            self.post_backward(later_call, None)
+            self.post_backward(later_call, None, reduces=call.unit.is_common)
         if later_calls:
             self._prefetch_before(call)
 
@@ -541,7 +541,13 @@ class Scheduler(Closable):
         if recorded and self._config.offload_grads:  # there are two slabs
             recorded[0].unit.prefetch_accumulators()
 
-    def post_backward(self, call: UnitCall, gradients: object) -> None:
+    def post_backward(self, call: UnitCall, gradients: object, *, reduces: bool = True) -> None:
+        """End the backward pass of a call.
+
+        Args:
+            gradients: gradients of the inputs of the call, which are not used.
+            reduces: False if the ranks that reduce the unit's gradients may be at other points of the program.
+        """
         backward = self._backward
         if backward is not None:
             if call in backward.ended_calls:
@@ -550,7 +556,7 @@ class Scheduler(Closable):
             backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-            if call.forward_pass is not None and call.unit.is_called_alike and call.is_last_in_backward:
+            if reduces and call.forward_pass and call.unit.is_called_alike and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True, is_common=call.unit.is_common)
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1

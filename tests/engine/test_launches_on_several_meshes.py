@@ -22,11 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import layerzero
 from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.hooks import get_state
+from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.used_params import UsedParamMap
 from tests.support.expert_programs import KINDS, ExpertNet, expert_mesh_of, expert_units, experts_mesh
 from tests.support.models import exact_sgd
 
 WORLD = 4
+END = "end of a backward"
 # Experts that each layer calls in four passes. The second and the last pass are inside no_sync, and steps follow on the
 # first, the third and the last pass.
 PROGRAMS = (
@@ -116,7 +118,12 @@ def _launches_of(
         def compare(check: GatherOrderCheck, unit: int) -> None:
             log.append(("order of gathers", check._ranks, check._names[unit]))
 
+        def finalize(scheduler: Scheduler, finalize: Any = Scheduler.finalize_backward) -> None:
+            log.append((END, (rank,), ""))
+            finalize(scheduler)
+
         stack.enter_context(mock.patch.object(GatherOrderCheck, "_compare", compare))
+        stack.enter_context(mock.patch.object(Scheduler, "finalize_backward", finalize))
         for check in state.scheduler._orders.values():
             check._compares = len(check._ranks) > 1
         x = torch.ones(1, 4)
@@ -124,7 +131,6 @@ def _launches_of(
             with layerzero.no_sync(model) if number % 2 else nullcontext():
                 choices = [choice, program[number - 1]][:forwards]
                 torch.stack([model(x, each).sum() for each in choices]).sum().backward()
-            log.append(("end of a backward", (rank,), ""))
             if number != 1:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -201,3 +207,26 @@ def test_no_launches_of_ranks_wait_for_each_other(kind: str, grid: Grid, setting
         logs = [ranks.log(rank, program, programs[0]) for rank, program in enumerate(programs)]
         waits = _stuck(logs)
         assert not waits, f"{programs}: {waits}"
+
+
+ONE_REPLICA, REPLICAS = Grid(2, 2, 2), Grid(1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "count"),
+    [
+        ("nested", REPLICAS, 9),
+        ("inner", REPLICAS, 9),
+        ("twice", REPLICAS, 9),
+        ("flat", REPLICAS, 0),
+        ("flat", ONE_REPLICA, 9),
+    ],
+)
+def test_reductions_of_experts_are_launched_before_the_backward_ends(kind: str, grid: Grid, count: int) -> None:
+    """With several replicas, at the end of the layer that contains the experts, whether it calls them or not."""
+    for program in (("all", "all"), ("all", "none")) if grid is REPLICAS else (("all", "all"),):
+        log, _ = _launches_of(0, grid, (*program, program[1]), None, kind=kind, recompute="none", forwards=1)
+        labels = [label for _, _, label in log]
+        start, end = [place for place, (comm, *_) in enumerate(log) if comm == END][1:]
+        reduced = {label for label in labels[start:end] if label.startswith("hop") and "expert" in label}
+        assert len(reduced) == count, program

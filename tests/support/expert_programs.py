@@ -33,7 +33,9 @@ LAYERS = 3
 # How the experts are called. "nested": in a layer that is a unit. "returned": the layer returns the output of an
 # expert. "frozen": the layer has no trainable parameter of its own. "inner": the layer contains a unit of the root's
 # mesh, before the experts and after them. "twice": a layer is called twice in a row. "flat": the layer is not a unit.
-KINDS = ("nested", "returned", "frozen", "inner", "twice", "flat")
+# "beside": neither is it, one unit of the root's mesh is called before and after the experts, and another one computes
+# from data that needs no gradient.
+KINDS = ("nested", "returned", "frozen", "inner", "twice", "flat", "beside")
 # Experts that a layer calls, in order.
 CHOICES = {"all": (0, 1, 2), "reversed": (2, 1, 0), "first": (0,), "last": (2,), "none": ()}
 
@@ -73,14 +75,17 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=kind != "frozen")
-        self.before, self.after = (Plain() if kind == "inner" else nn.Identity() for _ in range(2))
+        self.before, self.after = (Plain() if kind in ("inner", "beside") else nn.Identity() for _ in range(2))
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
 
     def forward(self, x: Tensor, chosen: tuple[int, ...], meet: Callable[[], object]) -> Tensor:
         x = total = Meet.apply(self.before(x) + self.shift, meet)
         for index in chosen:
             total = total + self.experts[index](x)
-        total = self.after(Meet.apply(total, meet).relu())  # relu: all ranks recompute the layer
+        total = Meet.apply(total, meet).relu()  # relu: all ranks recompute the layer
+        if self.kind == "beside":
+            return self.before(total) + self.after(torch.ones_like(total))
+        total = self.after(total)
         if self.kind == "returned" and chosen:
             return self.experts[chosen[0]](total)
         return total
@@ -116,7 +121,7 @@ class ExpertNet(nn.Module):
 
 def expert_units(kind: str) -> set[type[nn.Module]]:
     """Return the classes of the units."""
-    return {Expert, Plain} if kind == "flat" else {Expert, Plain, Layer}
+    return {Expert, Plain} if kind in ("flat", "beside") else {Expert, Plain, Layer}
 
 
 def expert_mesh_of(root: DeviceMesh, experts: DeviceMesh) -> Callable[[str, nn.Module], DeviceMesh]:
