@@ -368,8 +368,9 @@ class ShardedOptimizer(OptimizerProxy):
         As in torch, `param_group` itself becomes the group, so that changes of the dictionary take effect.
         """
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
-        params = param_group["params"]
-        parameters = [current(p) for p in ([params] if isinstance(params, Tensor) else params)]
+        params = [param_group["params"]] if isinstance(param_group["params"], Tensor) else list(param_group["params"])
+        names = [each[0] for each in params if isinstance(each, tuple)]  # of pairs of a name and a parameter
+        parameters = [current(each[1] if isinstance(each, tuple) else each) for each in params]
         refuse_mixed_dtensors(
             self.inner, param_group, [p for p in parameters if self._lz_state.parameters.is_ignored(p)], parameters
         )
@@ -384,7 +385,7 @@ class ShardedOptimizer(OptimizerProxy):
                 listed.append(parameter)
                 members += [] if member is None else [member]
             require_apex_dtypes(self.inner, [master for master in masters if master.requires_grad])
-            param_group["params"] = masters
+            param_group["params"] = list(zip(names, masters, strict=True)) if names else masters
             self.inner.add_param_group(param_group)
             param_group.update(self.inner.param_groups[-1])  # an overridden method may have added a copy
             self.inner.param_groups[-1] = param_group

@@ -273,6 +273,19 @@ def test_add_param_group_takes_parameters_from_before_and_after_sharding() -> No
     run_ranks(_add_groups)
 
 
+def _add_named(rank: int) -> None:
+    model = shard()
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.first.named_parameters()), model)
+    optimizer.add_param_group({"params": model.head.named_parameters(), "lr": 0.5})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight", "bias"]] * 2
+    assert optimizer.param_groups[1]["params"][0] is model.head.weight
+    train(model, optimizer, rank, [0])
+
+
+def test_add_param_group_takes_names() -> None:
+    run_ranks(_add_named, world_size=2)
+
+
 def _keep_groups(rank: int) -> None:
     for build_first in (True, False):
         (net, theirs), source = alone(), integer_net()
