@@ -143,7 +143,13 @@ def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], level
     if isinstance(value, (tuple, frozenset)):
         return value._make(new_items) if hasattr(value, "_make") else kind(new_items)
     value.clear()
-    getattr(value, "extend" if hasattr(value, "extend") else "update")(new_items)
+    if isinstance(value, (list, deque)):
+        value.extend(new_items)
+    elif isinstance(value, set):
+        value.update(new_items)
+    else:
+        for key, each in new_items:  # Counter.update would count the pairs
+            value[key] = each
     return value
 
 

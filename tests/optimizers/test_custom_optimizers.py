@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -119,6 +119,7 @@ TABLES: dict[str, Callable[[dict[Tensor, float]], Any]] = {
     "by id": lambda factors: {id(p): factor for p, factor in factors.items()},
     "default": lambda factors: defaultdict(lambda: 1.0, factors),
     "weak": WeakIdKeyDictionary,
+    "counter": Counter,
     "nested": lambda factors: {"first": [{"second": factors}]},
     "set": lambda factors: {factor: {p for p, f in factors.items() if f == factor} for factor in factors.values()},
     "ids": lambda factors: [(f, frozenset(id(p) for p, g in factors.items() if f == g)) for f in factors.values()],
@@ -131,6 +132,7 @@ FIND: dict[str, Callable[[Any, Tensor], float]] = {
     "by id": lambda table, p: table.get(id(p), 1.0),
     "default": lambda table, p: table[p],
     "weak": lambda table, p: table.get(p, 1.0),
+    "counter": lambda table, p: table[p] or 1.0,
     "nested": lambda table, p: table["first"][0]["second"].get(p, 1.0),
     "set": lambda table, p: next((factor for factor, chosen in table.items() if p in chosen), 1.0),
     "ids": lambda table, p: next((factor for factor, chosen in table if id(p) in chosen), 1.0),
