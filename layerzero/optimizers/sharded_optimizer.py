@@ -61,6 +61,7 @@ from layerzero.optimizers.torch_state_dict import (
     NOT_STEPPED,
     STATE_IS_LOST,
     creates_state_only,
+    example_shape,
     is_unwritten,
     new_state,
     to_numbered,
@@ -154,6 +155,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (rows that replace a sharded tensor, that tensor)
         self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._new: dict[int, dict[str, Any]] = {}  # keyed by the id of the listed parameter; state for torch to fill
+        self._new_settings: list[tuple[dict[str, Any], Collection[str]]] = []  # groups, and settings for torch to fill
         self._is_used_by_torch = False  # True if torch's functions have created state since the last step or load
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
@@ -232,6 +234,7 @@ class ShardedOptimizer(OptimizerProxy):
             self._create_new_state()
             return loss
         self._forget_new_state()
+        self._is_used_by_torch = False
         self._lz_state.scheduler.complete_gradients()
         self._lz_state.gradients.settings.require_equal()
         self._lz_state.scheduler.no_sync_hint.note_step()
@@ -254,7 +257,10 @@ class ShardedOptimizer(OptimizerProxy):
 
     def _forget_new_state(self) -> None:
         self._new.clear()
-        self._is_used_by_torch = False
+        for group, names in self._new_settings:
+            for name in names:
+                group.pop(name, None)
+        self._new_settings.clear()
 
     def _create_new_state(self) -> None:
         """Create tensors for torch's functions to fill. See [Note: torch's get_state_dict]."""
@@ -262,12 +268,15 @@ class ShardedOptimizer(OptimizerProxy):
         on_read = cache(partial(warnings.warn, NOT_STEPPED) if self._lz_state.ranks.is_first else bool)
         for group, masters in zip(self.param_groups, self._masters, strict=True):
             example = cache(partial(self._example_state, group))
+            _, settings = state_after_a_step(self.inner, {**group, "params": []}, self._lz_state.mesh_info.device)
+            self._new_settings.append((group, added := [name for name in settings if name not in group]))
+            group.update({name: settings[name] for name in added})
             for parameter, master in zip(group["params"], masters, strict=True):
                 if parameter.requires_grad and (values := example(master.ndim, master.device)):
                     self._new[id(parameter)] = new_state(values, master, self._holder_of(parameter), on_read)
 
     def _example_state(self, group: Mapping[str, Any], ndim: int, device: torch.device) -> dict[str, Any]:
-        return state_after_a_step(self.inner, {**group, "params": []}, device, (2, *[3] * (ndim - 1)))[0]
+        return state_after_a_step(self.inner, {**group, "params": []}, device, example_shape(ndim))[0]
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
         """Return the optimizer's class, and the hyperparameters of each group that must be the same on all ranks."""
@@ -456,8 +465,8 @@ class ShardedOptimizer(OptimizerProxy):
         def make_numbered() -> dict[str, Any]:
             state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
             state |= {self._name_of(p): self._new[id(p)] for p in chain(*self._shown) if id(p) in self._new}
-            self._new.clear()  # only torch's functions get it; see [Note: torch's get_state_dict]
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
+            self._forget_new_state()  # only torch's functions get it; see [Note: torch's get_state_dict]
             return to_numbered({"state": {**state, **self.shared_state()}, "param_groups": groups})
 
         return self._run_state_dict_hooks(make_numbered)
@@ -644,10 +653,13 @@ class ShardedOptimizer(OptimizerProxy):
             if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
                 state[self._master_of[id(parameter)]] = cut
         self._forget_new_state()
+        self._is_used_by_torch = False
         self.state.clear()
         self.state.stored.update(state)
+        is_new = bool(saved_state) and not written
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: load_setting(group.get(key), value) for key, value in saved.items()})
+            settings = {key: value for key, value in saved.items() if key in group or not is_new}
+            group.update({key: load_setting(group.get(key), value) for key, value in settings.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.local_shard import plain
@@ -31,6 +32,7 @@ __all__ = [
     "NOT_STEPPED",
     "STATE_IS_LOST",
     "creates_state_only",
+    "example_shape",
     "is_unwritten",
     "new_state",
     "strip_wrapper_names",
@@ -67,29 +69,37 @@ def creates_state_only(optimizer: Optimizer, gradients: GradientReducer, model_r
     return all(json.loads(text) for text in model_ranks.all_gather_text(json.dumps(zero)))
 
 
+def example_shape(ndim: int) -> tuple[int, ...]:
+    """Return the shape of the small parameter whose state is an example for parameters with `ndim` dims."""
+    return (2, *[3] * (ndim - 1))
+
+
 def new_state(
     example: Mapping[str, Any], master: Tensor, holder: Holder, on_read: Callable[[], object]
 ) -> dict[str, Any]:
     """Return state that a load can fill, in its public form. Its keys, shapes and dtypes are those of a stepped state.
 
     Args:
-        example: state of a small fp32 parameter after one step.
+        example: state after one step of an fp32 parameter of shape :func:`example_shape`.
         on_read: function that is called when a tensor is read to which no load has written.
     """
-    state = copy.deepcopy(dict(example))  # torch.distributed.checkpoint writes to the scalars
-    for key, value in example.items():
-        if isinstance(value, Tensor) and value.ndim:
-            dtype = master.dtype if value.dtype is torch.float32 else value.dtype
-            zeros = torch.zeros_like(master, dtype=dtype, requires_grad=False)
-            state[key] = filled = to_public_value(zeros, holder)
-            if isinstance(filled, RowShardedTensor):
-                filled._local_tensor.tracker.on_read = on_read  # type: ignore[union-attr]
-    return state
+
+    def new_value(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != example_shape(master.ndim):
+            return copy.deepcopy(value)  # torch.distributed.checkpoint writes to the scalars
+        dtype = master.dtype if value.dtype is torch.float32 else value.dtype
+        tensor = to_public_value(torch.zeros_like(master, dtype=dtype, requires_grad=False), holder)
+        if isinstance(tensor, RowShardedTensor):
+            tensor._local_tensor.tracker.on_read = on_read  # type: ignore[union-attr]
+        return tensor
+
+    return {key: tree_map(new_value, value) for key, value in example.items()}
 
 
 def is_unwritten(values: Mapping[str, Any]) -> bool:
     """Return whether `values` is state from :func:`new_state`, and no load has written to its sharded tensors."""
-    trackers = [value._local_tensor.tracker for value in values.values() if isinstance(value, RowShardedTensor)]
+    tensors = [value for value in tree_leaves(dict(values)) if isinstance(value, RowShardedTensor)]
+    trackers = [tensor._local_tensor.tracker for tensor in tensors]
     return bool(trackers) and all(tracker is not None and tracker.on_read is not None for tracker in trackers)
 
 

@@ -236,6 +236,52 @@ def test_a_first_step_with_a_learning_rate_of_zero_is_a_step() -> None:
     run_ranks(_real_steps, world_size=2)
 
 
+class CountsInGroups(torch.optim.SGD):
+    """Counts its steps in its groups, as many optimizers do, and divides the learning rate by the count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * 2.0 ** -group["step"])
+                    self.state[parameter]["last"] = parameter.grad.clone()
+
+
+def _counts(rank: int, folder: str) -> None:
+    def pair() -> tuple[OptionalBias, Any]:
+        model = layerzero.shard_model(OptionalBias(2), mesh=mesh_of(2), units=("units.0", "units.1"))
+        return model, layerzero.shard_optimizer(CountsInGroups(model.parameters(), lr=0.5), model, elementwise=True)
+
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optimizer = pair()
+        for number in range(4):
+            _step(model, optimizer, number)
+            if number == 1:
+                states = get_state_dict(model, optimizer, options=options)
+                dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}/{flat}")
+        other, new = pair()
+        states = get_state_dict(other, new, options=options)
+        assert "step" not in new.param_groups[0]
+        if not flat:
+            set_optimizer_state_dict(other, new, states[1])
+            assert not new.state and "step" not in new.param_groups[0], "nothing was loaded"
+        state = {"model": states[0], "optimizer": states[1]}
+        dcp.load(state, checkpoint_id=f"{folder}/{flat}")
+        set_state_dict(
+            other, new, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        )
+        for number in range(2, 4):
+            _step(other, new, number)
+        assert not (wrong := different(_ours(other, new), _ours(model, optimizer))), (flat, wrong)
+
+
+def test_torchs_functions_load_counts_in_groups_into_a_new_optimizer(tmp_path: Path) -> None:
+    run_ranks(_counts, str(tmp_path), world_size=2)
+
+
 def _recipe(rank: int, path: str) -> None:
     """Save with torch's functions an optimizer that has not stepped all parameters."""
     model, optimizer = _pair("SGD", 2)
