@@ -485,6 +485,10 @@ def _shape_problems(targets: Mapping[str, object], state: Mapping[str, object]) 
             actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if actual != list(target.shape):
                 problems.append(f"{name}: expected shape {list(target.shape)}, got {actual}")
+            elif isinstance(value, DTensor):
+                problems.append(f"{name}: got a DTensor, of which this rank has a part; pass full tensors")
+            elif isinstance(value, Tensor) and value.is_meta:
+                problems.append(f"{name}: got a tensor on meta, which has no values; load it first")
     return problems
 
 

@@ -182,6 +182,10 @@ def _load_full(rank: int) -> None:
     assert torch.equal(model(integer_batch()[0]), alone(integer_batch()[0]))
     bad = {"first.weight": torch.zeros(2, 2)} if rank == 0 else {}
     assert "expected shape [6, 5]" in _raised(lambda: layerzero.load_full_state_dict(model, bad, strict=False))
+    sharded_state = model.state_dict()
+    assert "got a DTensor" in _raised(lambda: layerzero.load_full_state_dict(model, sharded_state))
+    on_meta = {name: value.to("meta") for name, value in alone.state_dict().items()}
+    assert "on meta" in _raised(lambda: layerzero.load_full_state_dict(model, on_meta if rank == 0 else None))
     assert "strict" in _raised(lambda: layerzero.load_full_state_dict(model, part, strict=rank == 1))
     assert_same_bits(model, alone, "nothing has changed")
 
