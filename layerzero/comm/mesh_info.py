@@ -217,6 +217,8 @@ def mesh_of_ranks(
 
 
 def _resolve_zero3_size(zero3_size: int | None, world: int) -> int:
+    if zero3_size is None and world == 1:
+        return 1
     if zero3_size is None:
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not local_world_size.isdigit() or int(local_world_size) == 0 or world % int(local_world_size):

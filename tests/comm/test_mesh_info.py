@@ -111,3 +111,17 @@ def _default(rank: int) -> None:
 
 def test_without_mesh_and_size_the_ranks_of_a_node_share_the_weights() -> None:
     run_ranks(_default, world_size=WORLD)
+
+
+def _alone(rank: int, local_world_size: str | None) -> None:
+    if local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+    model = layerzero.shard_model(integer_net())
+    integer_loss(model, integer_batch()).backward()
+    assert layerzero.init_mesh().size(1) == 1 and model.head.weight.grad.shape == (3, 6)
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+
+
+def test_one_process_needs_neither_mesh_nor_size() -> None:
+    for local_world_size in (None, "8"):
+        run_ranks(_alone, local_world_size, world_size=1)
