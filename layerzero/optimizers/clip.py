@@ -43,7 +43,8 @@ def clip_grad_norm_(
         error_if_nonfinite: if True and the norm is NaN or infinite, raise RuntimeError on all ranks before scaling.
 
     Returns:
-        The norm before scaling, as a 0-dim fp32 tensor on the device. It is the same on all ranks.
+        The norm before scaling, as a 0-dim tensor on the device, which is the same on all ranks. Its dtype is fp32, or
+        fp64 if any parameter is fp64.
 
     Example::
 
@@ -66,7 +67,9 @@ def clip_grad_norm_(
         sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
     for group in extra_groups:
         all_reduce_group(sent, op, group)
-    total = sent.view(torch.float32) if infinite else sent.pow(1.0 / norm_type)
+    total = sent.view(torch.float64) if infinite else sent.pow(1.0 / norm_type)
+    is_fp64 = any(m.master.dtype == torch.float64 for lz_state in lz_states.values() for m in lz_state.members.values())
+    total = total.to(torch.float64 if is_fp64 else torch.float32)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot "
@@ -92,7 +95,7 @@ def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.R
     For the infinity norm, return the largest absolute value.
 
     Returns:
-        0-dim fp32 tensor. For the infinity norm, the bits of the fp32 value, as a 0-dim int32 tensor.
+        0-dim fp64 tensor. For the infinity norm, the bits of the fp64 value, as a 0-dim int64 tensor.
     """
     gradients = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in lz_state.members.values() if m.sharded.grad is not None
@@ -105,13 +108,13 @@ def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.R
     ]
     # With offload_optimizer, shards are in host memory, but communicators need tensors on the device.
     device = lz_state.mesh_info.device
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
     # A backend's MAX may drop a NaN. The bits of non-negative floats, read as integers, have the same order as the
     # floats, and NaN is last.
-    sent = total.view(torch.int32) if math.isinf(norm_type) else total
+    sent = total.view(torch.int64) if math.isinf(norm_type) else total
     lz_state.ranks.all_reduce(sent, op)
     return sent
 

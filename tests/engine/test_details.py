@@ -38,7 +38,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import full_gradients
+from tests.support.models import full_gradients, integer_net
 from tests.support.ranks import run_ranks
 
 FP64 = torch.float64
@@ -290,6 +290,27 @@ def _clip_with_extra_groups(rank: int) -> None:
 
 def test_clipping_takes_in_the_norms_of_further_groups() -> None:
     run_ranks(_clip_with_extra_groups, world_size=WORLD)
+
+
+def _clip_in_fp64(rank: int) -> None:
+    """Clip integer gradients whose squared norm needs more bits than fp32 has."""
+    model = layerzero.shard_model(integer_net().double(), zero3_size=2, units=["first"])
+    gradients = [float(2**13 + index) for index, _ in enumerate(model.parameters())]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = torch.full_like(parameter.detach(), gradient)
+    each = torch.cat([torch.full((p.numel(),), g).double() for p, g in zip(model.parameters(), gradients, strict=True)])
+    for norm_type in (2.0, 1.0, float("inf")):
+        norm = layerzero.clip_grad_norm_(model, float("inf"), norm_type)
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(each, norm_type), rtol=1e-14, atol=0)
+    layerzero.clip_grad_norm_(model, 0.5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        expected = torch.tensor(gradient).double() * (0.5 / (torch.linalg.vector_norm(each) + 1e-6))
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.expand(parameter.shape), rtol=1e-14, atol=0)
+
+
+def test_gradients_in_fp64_are_clipped_in_fp64() -> None:
+    run_ranks(_clip_in_fp64, world_size=WORLD)
 
 
 def _blow(gradient: Tensor) -> None:
