@@ -224,6 +224,7 @@ def step_with_owners(
         RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise the error.
     """
     turns: list[Iterator[Turn]] = []
+    scalars = [param for param in owned if not param.shape and param.is_owned_by_this_rank and param.owner_has_all_rows]
     owner_groups = by_owner_group(owned)
     _require_gradients_alike(owner_groups, model_ranks)
     for owner_group, members in owner_groups.items():
@@ -238,8 +239,12 @@ def step_with_owners(
                 to_gather.append((param, gradient))
         turns.append(_run_rounds(to_gather, _buffer_sizes(members, owner_group), owner_group, pool))
     try:
+        for param in scalars:
+            _reshape_master(param, ())
         step_param_by_param(inner, take_step, chain.from_iterable(turns))
     finally:
+        for param in scalars:
+            _reshape_master(param, (1,))
         pool.trim()
 
 
@@ -264,6 +269,13 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
     all_reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
         raise RuntimeError(_gradient_mismatch(own_groups, model_ranks))
+
+
+def _reshape_master(owned: OwnedParam, shape: Sequence[int]) -> None:
+    """Reshape the master of a parameter without dims, whose rows have one dim."""
+    gradient, owned.master.grad = owned.master.grad, None
+    owned.master.data = owned.member.master.view(shape)
+    owned.master.grad = None if gradient is None else gradient.view(shape)
 
 
 def _has_gradient(owned: OwnedParam) -> bool:
