@@ -22,6 +22,7 @@ from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsRead
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.rank_agreement import RankLostError, convert_dcp_exception
+from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -46,8 +47,9 @@ def load_dcp(
     Args:
         path: folder that contains a ``.metadata`` file.
         model_key, optimizer_key: keys under which the state dicts of the model and the optimizer were saved. The
-            optimizer state dict must be keyed by parameter name, as returned by
-            ``torch.distributed.checkpoint.state_dict.get_state_dict``. It may be flattened.
+            optimizer state dict may be keyed by parameter name, as returned by
+            ``torch.distributed.checkpoint.state_dict.get_state_dict``, and flattened. It may also be the result of
+            ``optimizer.state_dict()``, as in :meth:`ShardedOptimizer.load_state_dict`.
         strict: as in :func:`layerzero.checkpoint.load`.
 
     Raises:
@@ -69,7 +71,7 @@ def load_dcp(
         saved = tree.get(optimizer_key)
         document = {
             "model": tree.get(model_key, {}),
-            "optimizer": None if saved is None else _nested_optimizer(saved),
+            "optimizer": None if saved is None else _nested_optimizer(_named(saved, optimizer, lz_state)),
             "extra": None,
         }
         tensors = {
@@ -184,6 +186,17 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, _Placeholder)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, _Placeholder)}
     return SafetensorsReader(manifest, contents, names=names, values=values)
+
+
+def _named(saved: dict[str, Any], optimizer: ShardedOptimizer | None, lz_state: LayerZeroState) -> dict[str, Any]:
+    """Return an optimizer state dict whose parameters have names if they have numbers in `saved`."""
+    numbers = {str(n): n for group in saved.get("param_groups", ()) for n in group["params"] if isinstance(n, int)}
+    if optimizer is None or not numbers:
+        return saved
+    state = {numbers.get(key, key): values for key, values in saved.get("state", {}).items()}  # torch saves strings
+    by_name = optimizer.to_model_names({**saved, "state": state})
+    state, groups = rename_params(by_name, StateNames(lz_state).to_stored)
+    return {**by_name, "state": state, "param_groups": groups}
 
 
 def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:

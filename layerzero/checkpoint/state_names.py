@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from layerzero.checkpoint.json_codec import Encoder, MergeableValue
 from layerzero.checkpoint.subclass_tensors import to_subclass_entry
@@ -23,7 +24,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 
-__all__ = ["RankLocalNames", "StateNames", "encode_all", "trained_rows"]
+__all__ = ["RankLocalNames", "StateNames", "encode_all", "rename_params", "trained_rows"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def encode_all(
     if optimizer is not None:
         by_name, shared = optimizer.state_dict_by_name(), optimizer.shared_state()
         by_name["state"] = {key: values for key, values in by_name["state"].items() if key not in shared}
-        state, groups = _rename_params(by_name, names.to_stored)
+        state, groups = rename_params(by_name, names.to_stored)
         _check_state(names, state)
         groups = [{**group, "params": names.rank_local_names.split_names(group["params"])} for group in groups]
         stepped = {
@@ -197,15 +198,17 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
     """
     for name, values in state.items():
         for key, value in values.items():
-            if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
-                shape = list(value.shape)
+            tensors = [
+                leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+            ]
+            if name in names.members and (shapes := [list(each.shape) for each in tensors if each.ndim]):
                 raise TypeError(
-                    f"optimizer.state.{name}.{key} cannot be saved, because its shape {shape} is neither that of its "
-                    "parameter nor that of a scalar"
+                    f"optimizer.state.{name}.{key} cannot be saved, because its shape {shapes[0]} is neither that of "
+                    "its parameter nor that of a scalar"
                 )
 
 
-def _rename_params(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def rename_params(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the state and the groups of an optimizer's state dict, with the parameters renamed."""
     state = {rename(name): values for name, values in state_dict["state"].items()}
     return state, [

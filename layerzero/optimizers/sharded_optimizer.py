@@ -10,7 +10,7 @@ run at full speed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
@@ -537,7 +537,8 @@ class ShardedOptimizer(OptimizerProxy):
         """Return each group with the names of its parameters."""
         return [(group, self.parameter_names(group)) for group in self.param_groups]
 
-    def _rekey_to_model_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def to_model_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict with numbers or any names as one with the names in :meth:`state_dict_by_name`."""
         user_names: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             user_names |= zip(group.get("param_names", names), names, strict=True)
@@ -580,7 +581,7 @@ class ShardedOptimizer(OptimizerProxy):
             copy = value.detach().clone()
             return copy.cpu() if cpu else copy
 
-        by_name = self._rekey_to_model_names(self.state_dict_by_name())
+        by_name = self.to_model_names(self.state_dict_by_name())
         state = {key: tree_map(gathered, value) for key, value in by_name["state"].items()}  # same order on all ranks
         return to_numbered({**by_name, "state": state}) if keeps else {}
 
@@ -618,7 +619,7 @@ class ShardedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        loaded = self._rekey_to_model_names(loaded)
+        loaded = self.to_model_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
         # As in torch, keys that no group lists are not parameters.
@@ -677,17 +678,24 @@ class ShardedOptimizer(OptimizerProxy):
             values = as_one_row(values, self._example_state(group, 1, holder.master.device))
         return shard_state(values, holder, copy=copy)
 
-    def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    def saved_group(self, group: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the hyperparameters of the saved groups that contain the parameters of `group`.
+
+        A group without parameters gets those of the saved group at the same position, if this optimizer has none of
+        its parameters.
 
         Raises:
             ValueError: a parameter is in no saved group, or the saved groups have different hyperparameters.
         """
         missing = {self._name_of(parameter) for parameter in group["params"]}
         names, merged = set(missing), None
-        for saved in saved_groups:
-            if not names & set(saved["params"]):
-                continue
+        if names:
+            matching = [saved for saved in saved_groups if names & set(saved["params"])]
+        else:
+            own = {name for each in self.param_groups for name in self.parameter_names(each)}
+            at_place = zip(self.param_groups, saved_groups, strict=False)
+            matching = [saved for each, saved in at_place if each is group and not own & set(saved["params"])]
+        for saved in matching:
             missing -= set(saved["params"])
             settings = {
                 key: value

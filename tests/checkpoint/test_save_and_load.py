@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -238,6 +239,60 @@ def _groups(rank: int, folder: str) -> None:
 
 def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
     run_ranks(_groups, str(tmp_path), world_size=2)
+
+
+def _empty_groups(rank: int, folder: str) -> None:
+    def built(names: list[str], *rates: float) -> tuple[nn.Module, Optimizer]:
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+        named, (first, second, third) = dict(model.named_parameters()), rates
+        groups = [{"params": [], "lr": first}, {"params": [named[n] for n in names]}, {"params": [], "lr": third}]
+        return model, layerzero.shard_optimizer(torch.optim.SGD(groups, lr=second, momentum=0.5), model)
+
+    names = [name for name, _ in integer_net().named_parameters()]
+    model, optimizer = built(names, 0.5, 0.25, 0.125)
+    train(model, optimizer, range(1))
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    loads: dict[str, Any] = {
+        "checkpoint.load": lambda model, other: checkpoint.load(f"{folder}/one", model, other),
+        "load_dcp": lambda model, other: checkpoint.load_dcp(f"{folder}/dcp", model, other),
+        "state_dict": lambda model, other: other.load_state_dict(optimizer.state_dict()),
+        "by name": lambda model, other: other.load_state_dict(optimizer.state_dict_by_name()),
+        "full": lambda model, other: other.load_state_dict(optimizer.full_state_dict(rank0_only=False)),
+    }
+    for name, load in loads.items():
+        fresh, other = built(names, 1.0, 1.0, 1.0)
+        load(fresh, other)
+        assert [group["lr"] for group in other.param_groups] == [0.5, 0.25, 0.125], name
+
+
+def test_settings_of_groups_without_parameters_come_back(tmp_path: Path) -> None:
+    run_ranks(_empty_groups, str(tmp_path), world_size=2)
+
+
+def _numbered(rank: int, folder: str, saves: bool) -> dict[str, dict[str, Tensor]]:
+    """Save numbered state with torch, with and without names in the groups, or load both."""
+    found = {}
+    for name in ("names", "numbers"):
+        model, optimizer = sharded_net(2, adam=True, seed=0 if saves else 1)
+        if saves:
+            train(model, optimizer, range(2))
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            for group in state["optimizer"]["param_groups"] if name == "numbers" else ():
+                del group["param_names"]
+            dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        else:
+            checkpoint.load_dcp(f"{folder}/{name}", model, optimizer)
+        found[name] = everything(model, optimizer)
+    return found
+
+
+def test_numbered_state_that_torch_saved_loads_on_other_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(_numbered, str(tmp_path), True)[0]
+    loaded = run_ranks(_numbered, str(tmp_path), False, world_size=2)[0]
+    for name, expected in saved.items():
+        assert any(key.endswith("exp_avg") for key in expected)
+        assert not (wrong := different(loaded[name], expected)), f"{name}: {wrong}"
 
 
 def _model_state(rank: int, folder: str) -> None:
