@@ -10,7 +10,6 @@ accepted if a step that starts from such a state succeeds. Other entries in the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -124,7 +123,7 @@ class GroupCompatibility:
         for state_key, example in (example_state or {}).items():
             expected, value = _kind_of_example(example), values.get(state_key)
             saved_kind = self._kind_of_saved(value)
-            if value is None:
+            if value is None and (example is not None or state_key not in values):
                 missing[state_key] = (
                     "it is None in the checkpoint" if state_key in values else "the checkpoint does not have it"
                 )
@@ -148,21 +147,21 @@ class GroupCompatibility:
     def _can_step(
         self, example_state: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
     ) -> bool:
-        stand_in = torch.empty(0)
-        optimizer_copy = copy.copy(self._inner)
         state = {key: value for key, value in example_state.items() if key not in missing}
-        optimizer_copy.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
+        state |= {key: None for key in missing if key in values}
         try:
-            self._state_after_a_step(optimizer_copy, {**self._stepped_with, "params": [stand_in]}, ndim)
+            self._state_after_a_step(self._inner, {**self._stepped_with, "params": []}, ndim, state)
         except Exception:
             return False
         return True
 
-    def _state_after_a_step(self, inner: Optimizer, group: dict[str, Any], ndim: int) -> dict[str, Any]:
+    def _state_after_a_step(
+        self, inner: Optimizer, group: dict[str, Any], ndim: int, state: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         shape = (2, *[3] * (ndim - 1)) if ndim else ()
         on_device = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(on_device, device_type=self._device.type):  # some optimizers use stochastic rounding
-            return state_after_a_step(inner, group, self._device, shape)[0]
+            return state_after_a_step(inner, group, self._device, shape, state=state)[0]
 
 
 def match_state_type(value: Any, example: Any) -> Any:

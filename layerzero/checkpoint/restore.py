@@ -249,34 +249,30 @@ class RestorePlan:
                 continue
             member = self._names.members.get(name)
             shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.full_shape)
-            keys = {state_key: key for state_key, value in values.items() if (key := key_of(value)) is not None}
+            keys = {
+                state_key: [str(key_of(reference)) for reference in references(value, rank=self._rank)]
+                for state_key, value in values.items()
+            }
             mismatches = [
                 f"{state_key} of {name} in the optimizer: {problem}"
-                for state_key, key in keys.items()
+                for state_key, tensor_keys in keys.items()
+                for key in tensor_keys
                 if self._stored[key].shape
                 and optimizer.owned(own_names[name]) is None  # state of an owned parameter may have any shape
                 and (problem := _mismatch(self._stored[key], shape, self._stored[key].dtype))
             ]
-            nested_keys = {
-                state_key: [str(key_of(reference)) for reference in references(values[state_key], rank=self._rank)]
-                for state_key in values.keys() - keys
-            }
-            if optimizer.owned(own_names[name]) is None:
-                odd_ones = [state_key for state_key, tensor_keys in nested_keys.items() if tensor_keys]
-                mismatches += [
-                    f"{state_key} of {name} in the optimizer: unexpected nested tensors" for state_key in odd_ones
-                ]
             state_problems = check_of[own_names[name]].state_problems(values, len(shape))
             mismatches += [
                 f"{state_key} of {name} in the optimizer: {problem}" for state_key, problem in state_problems
             ]
             self.problems += mismatches
             if not mismatches:
-                for state_key, key in keys.items():
-                    memory = current_state.get(own_names[name], {}).get(state_key)
-                    self._request_tensor(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape), memory)
-                for key in (key for tensor_keys in nested_keys.values() for key in tensor_keys):
-                    self._request_tensor(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape))
+                for state_key, tensor_keys in keys.items():
+                    is_nested = key_of(values[state_key]) is None
+                    memory = None if is_nested else current_state.get(own_names[name], {}).get(state_key)
+                    for key in tensor_keys:
+                        spec = optimizer.spec_of_state(own_names[name], self._stored[key].shape)
+                        self._request_tensor(key, spec, memory)
                 state[own_names[name]] = values
                 self._kept[own_names[name]] = check_of[own_names[name]].example_state(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]

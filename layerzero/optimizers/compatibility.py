@@ -8,8 +8,9 @@ NVIDIA Apex's optimizers are in apex.py.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,13 @@ import torch
 from torch.optim import Optimizer
 
 from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex, with_preparation
-from layerzero.optimizers.compatibility_trial import TrialError, find_owner_difference, find_row_difference, group_kind
+from layerzero.optimizers.compatibility_trial import (
+    TrialError,
+    find_owner_difference,
+    find_row_difference,
+    find_unsavable_state,
+    group_kind,
+)
 from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unwrap_step
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
@@ -117,13 +124,15 @@ def kinds_that_need_full_params(
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
         on_rows = _run_trial(find_row_difference, optimizer, device)
         if on_rows is None:
-            return set()
-        if len(kinds) > 1:
+            kinds = set()
+        elif len(kinds) > 1:
             kinds = {
                 kind for kind in kinds if _run_trial(find_row_difference, optimizer, device, kind) is not None
             } or kinds
-    alone = _run_trial(find_owner_difference, optimizer, device, kinds)
+    alone = _run_trial(find_owner_difference, optimizer, device, frozenset(kinds)) if kinds else None
     if alone is None:
+        if problem := _run_trial(find_unsavable_state, optimizer, device):
+            raise ValueError(f"{name} cannot be saved: {problem}. {_INSTEAD_OF_UNSAVABLE}")
         return kinds
     if isinstance(alone, TrialError) and not isinstance(on_rows, str):
         raise ValueError(
@@ -139,6 +148,11 @@ _INSTEAD = (
     "Under layerzero, each rank updates its rows of a parameter, or one rank updates all rows. Use an element-wise "
     "optimizer such as SGD, Adam or AdamW, or an optimizer that updates each matrix separately, such as Muon. Or leave "
     "these parameters unsharded (ignored_params), and update them with a separate optimizer"
+)
+_INSTEAD_OF_UNSAVABLE = (
+    "Checkpoints contain only settings and state that consist of tensors, numbers and strings, in lists, tuples and "
+    "dicts. Use another optimizer. To train without checkpoints, pass elementwise=False, or True if it updates each "
+    "element independently"
 )
 
 
@@ -178,14 +192,18 @@ def state_after_a_step(
     *,
     gradient: float = 1.0,
     value: float = 1.0,
+    state: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a parameter in `group` after one step, and the group's settings after that step.
 
     A copy of the optimizer steps a parameter of shape `shape`. All elements of the parameter are `value`, and all
-    elements of its gradient are `gradient`. State tensors with the parameter's shape have shape `shape`.
+    elements of its gradient are `gradient`. State tensors with the parameter's shape have shape `shape`. If `state` is
+    not None, the parameter has this state before the step.
     """
     parameter = torch.nn.Parameter(torch.full(shape, value, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
     optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
+    if state is not None:
+        optimizer_copy.state[parameter] = copy.deepcopy(dict(state))
     with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))()
     return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

@@ -15,26 +15,39 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
+from itertools import chain
+from types import FunctionType, GetSetDescriptorType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from layerzero.dtensor.stale_parameter import current
 from layerzero.optimizers.apex import apex_class, with_preparation
-from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step, user_attributes
+from layerzero.optimizers.optimizer_copy import HOOKS, copy_optimizer, unwrap_step, user_attributes
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["TrialError", "find_owner_difference", "find_row_difference", "group_kind", "steps_matrices_separately"]
+__all__ = [
+    "TrialError",
+    "find_owner_difference",
+    "find_row_difference",
+    "find_unsavable_state",
+    "group_kind",
+    "steps_matrices_separately",
+]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
 _SEED = 20
+# Optimizers may factor moments from 16 or 128 elements per side, or quantize state in blocks from 4096 elements. This
+# shape exceeds all of these, its size is a multiple of common blocks, and no cut between its rows is.
+_LARGE = (256, 129)
 # Maps the shape of each parameter to its row bounds for ranks 0 to 3. Some ranks get a single row or none.
 _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (7, 6): (0, 3, 4, 4, 7),
@@ -43,13 +56,62 @@ _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (1, 5): (0, 0, 0, 1, 1),
     (3, 2, 2, 2): (0, 1, 2, 2, 3),
     (2, 4): (0, 0, 1, 2, 2),
+    (): (0, 0, 1, 1, 1),
+    _LARGE: (0, 61, 61, 245, 256),
 }
 _MOST_KINDS = 16  # maximum number of kinds of groups in a trial that are distinguished by attributes
 _LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where parameters do not change
+_SAVABLE = (Tensor, bool, int, float, str, NoneType, torch.dtype)  # types in state and settings, in any nesting
+_Shapes = list[tuple[int, ...]]
+# Values that never change. Functions are compared by identity.
+_FROZEN = (bool, int, str, type, torch.dtype, FunctionType, property, classmethod, staticmethod, GetSetDescriptorType)
+_RESULTS: dict[tuple[Any, ...], Any] = {}  # results of trials, by everything that a trial depends on
 
 
 class TrialError(Exception):
     """Error that prevents a compatibility trial. The optimizer's compatibility remains unknown."""
+
+
+def _remember(trial: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a trial so that a process tries an optimizer only once with the same class, settings and attributes."""
+
+    @wraps(trial)
+    def remembered(optimizer: Optimizer, device: torch.device, *args: Any) -> Any:
+        try:
+            key = (trial.__name__, type(optimizer), device, _freeze(args), _freeze(_trial_inputs(optimizer)))
+        except TypeError:
+            return trial(optimizer, device, *args)
+        if key not in _RESULTS:
+            _RESULTS[key] = trial(optimizer, device, *args)
+        return _RESULTS[key]
+
+    return remembered
+
+
+def _trial_inputs(optimizer: Optimizer) -> list[Any]:
+    """Return everything that a trial depends on: attributes, groups, kinds of parameters, and the code of the class."""
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "step", *HOOKS)}
+    groups = []
+    for group in optimizer.param_groups:
+        kinds = {(p.ndim, _freeze(user_attributes(p))) for p in map(current, group["params"])}
+        groups.append({**group, "params": kinds})
+    classes = [vars(kind) for kind in type(optimizer).__mro__ if kind not in Optimizer.__mro__]
+    return [attributes, groups, [{**members, "_abc_impl": None, "__annotations__": None} for members in classes]]
+
+
+def _freeze(value: Any) -> Any:
+    """Return a hashable form of a value. Equal forms mean equal values. Raise TypeError if there is no such form."""
+    if isinstance(value, Mapping):
+        return type(value), tuple((_freeze(key), _freeze(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_freeze, value))
+    if isinstance(value, Set):
+        return type(value), frozenset(map(_freeze, value))
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # a NaN does not equal itself
+    if value is None or isinstance(value, _FROZEN):
+        return type(value), value
+    raise TypeError(value)
 
 
 class _Data(NamedTuple):
@@ -63,7 +125,8 @@ class _Data(NamedTuple):
         """Return the data restricted to the rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensor[bounds[rank] : bounds[rank + 1]] for tensor, bounds in zip(tensors, self.cuts, strict=True)]
+            whole = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
+            return [tensor[bounds[rank] : bounds[rank + 1]] for tensor, bounds in zip(whole, self.cuts, strict=True)]
 
         return _Data(self.cuts, rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
 
@@ -74,6 +137,7 @@ class _Outcome(NamedTuple):
     states: list[Any]  # by parameter, over all groups
 
 
+@_remember
 def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
     """Describe how the optimizer's step on rows differs from its step on full parameters, or return None if they agree.
 
@@ -85,21 +149,28 @@ def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | 
     Raises:
         TrialError: copying the optimizer or stepping the copy failed.
     """
-    data = _make_data(device, list(_CUTS))
     groups = [group for group in _one_group_per_kind(optimizer) if kind in (None, group_kind(group))]
-    if not groups:
-        return None
-    with _preserve_rng(device), _disable_compile():
-        full = _run_full(optimizer, groups, data)
-        try:
-            ranks = [_run_steps(optimizer, groups, [data.rows_of_rank(rank)] * len(groups)) for rank in range(_RANKS)]
-        except Exception as error:
-            raise TrialError(
-                f"it stepped small parameters, but not their rows on several simulated ranks: {_error_text(error)}"
-            ) from error
-    return _compare(full, ranks, data, [False] * len(groups))
+    large: list[_Shapes] = [[_LARGE]] * len(groups)
+    trials = [(_small_shapes(optimizer, groups), _STEPS), (large, _STEPS // 2)] if groups else []
+    for shapes, steps in trials:
+        data = [_make_data(device, each, steps) for each in shapes]
+        with _preserve_rng(device), _disable_compile():
+            full = _run_full(optimizer, groups, data)
+            try:
+                ranks = [
+                    _run_steps(optimizer, groups, [each.rows_of_rank(rank) for each in data]) for rank in range(_RANKS)
+                ]
+            except Exception as error:
+                raise TrialError(
+                    f"it stepped small parameters, but not their rows on several simulated ranks: {_error_text(error)}"
+                ) from error
+        difference = _compare(full, ranks, data, [False] * len(groups)) or _unsavable(full, data, rows=True)
+        if difference is not None:
+            return difference
+    return None
 
 
+@_remember
 def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
     """Describe how the step differs if owner ranks update the parameters, or return None if the results agree.
 
@@ -110,20 +181,20 @@ def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param
         TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same number
             of dims as the optimizer's parameters.
     """
-    ndims = {current(parameter).ndim for group in optimizer.param_groups for parameter in group["params"]}
-    fitting = [shape for shape in _CUTS if len(shape) in ndims]
+    groups = _one_group_per_kind(optimizer)
+    small, fitting = _small_shapes(optimizer, groups), _small_shapes(optimizer, groups, only_fitting=True)
     try:
-        return _try_owners(optimizer, device, full_param_kinds, list(_CUTS))
+        return _try_owners(optimizer, device, full_param_kinds, small)
     except TrialError:
-        if not fitting or len(fitting) == len(_CUTS):
+        if fitting == small:
             raise
     return _try_owners(optimizer, device, full_param_kinds, fitting)
 
 
 def _try_owners(
-    optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
+    optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[_Shapes]
 ) -> str | None:
-    data, groups = _make_data(device, shapes), _one_group_per_kind(optimizer)
+    data, groups = [_make_data(device, each) for each in shapes], _one_group_per_kind(optimizer)
     owned = [group_kind(group) in full_param_kinds for group in groups]
     with _preserve_rng(device), _disable_compile():
         full = _run_full(optimizer, groups, data)
@@ -132,7 +203,7 @@ def _try_owners(
                 _run_steps(
                     optimizer,
                     groups,
-                    [data if is_owned else data.rows_of_rank(rank) for is_owned in owned],
+                    [each if is_owned else each.rows_of_rank(rank) for each, is_owned in zip(data, owned, strict=True)],
                     owned,
                     rank,
                 )
@@ -145,6 +216,52 @@ def _try_owners(
     return _compare(full, ranks, data, owned)
 
 
+@_remember
+def find_unsavable_state(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Describe a setting or an entry in the state that a checkpoint cannot contain, or return None if there is none.
+
+    Raises:
+        TrialError: copying the optimizer or stepping the copy failed.
+    """
+    groups = _one_group_per_kind(optimizer)
+    shapes = _small_shapes(optimizer, groups, only_fitting=True)
+    data = [_make_data(device, each) for each in shapes]
+    large = [_make_data(device, [_LARGE] if (7, 6) in each else each, steps=2) for each in shapes]
+    with _preserve_rng(device), _disable_compile():
+        full, full_large = _run_full(optimizer, groups, data), _run_full(optimizer, groups, large)
+        try:
+            resumed = _run_full(optimizer, groups, data, resumes_at=_STEPS // 2)
+        except TrialError:
+            resumed = full._replace(parameters=[[torch.empty(0)]])
+    problem = _unsavable(full, data, groups) or _unsavable(full_large, large)
+    trained, continued = chain.from_iterable(full.parameters), chain.from_iterable(resumed.parameters)
+    if problem is None and not all(map(torch.equal, trained, continued)):
+        return "a copy with the same state and settings continues differently, so there is state in its attributes"
+    return problem
+
+
+def _unsavable(
+    full: _Outcome, data: Sequence[_Data], groups: Iterable[Mapping[str, Any]] = (), *, rows: bool = False
+) -> str | None:
+    """Describe an entry in a parameter's state or in `groups` that a checkpoint cannot contain, or return None.
+
+    If `rows` is True, tensors must have the parameter's shape or no dims, because each rank stores only its rows.
+    """
+    shapes = [start.shape for each in data for start in each.start]
+    tables = [(f"the state of a parameter of shape {list(s)}", s, t) for s, t in zip(shapes, full.states, strict=True)]
+    tables += [("a parameter group", torch.Size(), {**group, "params": None}) for group in groups]
+    for location, shape, values in tables:
+        for key, value in values.items():
+            for leaf in tree_leaves(value, is_leaf=lambda each: type(each) not in (list, tuple, dict)):
+                kind = type(leaf)
+                if kind not in _SAVABLE and kind.__module__ != "numpy":
+                    return f"{key!r} in {location} contains a {kind.__name__}"
+                if rows and isinstance(leaf, Tensor) and leaf.ndim and leaf.shape != shape:
+                    return f"{key!r} in {location} has shape {list(leaf.shape)}"
+    return None
+
+
+@_remember
 def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix in a stack separately.
 
@@ -155,17 +272,17 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
     Args:
         dims: number of dims of the stack.
     """
-    data = _make_data(device, [shape for shape in _CUTS if len(shape) == dims])
     groups = _one_group_per_kind(optimizer)
+    data = _make_data(device, [shape for shape in _CUTS if len(shape) == dims])
     if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
     with _preserve_rng(device), _disable_compile():
         try:
-            full = _run_full(optimizer, groups, data)
+            full = _run_full(optimizer, groups, [data] * len(groups))
             parts = [[data.rows_of_rank(part)] * len(groups) for part in range(3)]
             *halves, _ = [_run_steps(optimizer, groups, part, replaces_empty=False) for part in parts]
-            if _compare(full, halves, data, [False] * len(groups)) is not None:
+            if _compare(full, halves, [data] * len(groups), [False] * len(groups)) is not None:
                 return False
             return all(map(_equals_halves, full.states, *(half.states for half in halves)))
         except Exception:
@@ -187,9 +304,11 @@ def _equals_halves(stack: Any, *halves: Any) -> bool:
     return all(half == stack for half in halves)
 
 
-def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
+def _run_full(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: Sequence[_Data], resumes_at: int | None = None
+) -> _Outcome:
     try:
-        return _run_steps(optimizer, groups, [data] * len(groups))
+        return _run_steps(optimizer, groups, data, resumes_at=resumes_at)
     except Exception as error:
         raise TrialError(f"stepping small parameters raised {_error_text(error)}") from error
 
@@ -225,16 +344,32 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
+def _small_shapes(
+    optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], *, only_fitting: bool = False
+) -> list[_Shapes]:
+    """Return the shapes of small parameters for each group in a trial.
+
+    There is a shape without dims only if the optimizer has such a parameter in a group of this kind, because many
+    optimizers fail on it. If `only_fitting` is True, this applies to any number of dims, unless no shape would be left.
+    """
+    ndims = {(group_kind(group), current(p).ndim) for group in optimizer.param_groups for p in group["params"]}
+    with_dims = [shape for shape in _CUTS if shape and shape != _LARGE]
+    fitting = [[each for each in (*with_dims, ()) if (group_kind(group), len(each)) in ndims] for group in groups]
+    if only_fitting:
+        return [shapes or with_dims for shapes in fitting]
+    return [[*with_dims, ()] if () in shapes else with_dims for shapes in fitting]
+
+
+def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]], steps: int = _STEPS) -> _Data:
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(shape: Sequence[int]) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+        return torch.randn(tuple(shape), generator=generator).to(device)
 
     start, pull = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
-    noise = [[draw(shape) * 0.1 for shape in shapes] for _ in range(_STEPS)]
+    noise = [[draw(shape) * 0.1 for shape in shapes] for _ in range(steps)]
     return _Data(
-        [_CUTS[shape] for shape in shapes], start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(_STEPS)]
+        [_CUTS[shape] for shape in shapes], start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(steps)]
     )
 
 
@@ -285,6 +420,7 @@ def _run_steps(
     rank: int = 0,
     *,
     replaces_empty: bool = True,
+    resumes_at: int | None = None,
 ) -> _Outcome:
     """Step small parameters with a copy of the optimizer.
 
@@ -294,6 +430,7 @@ def _run_steps(
             them, half of them one by one. If the sequence is empty, all parameters are stepped.
         replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
             rows].
+        resumes_at: number of steps after which another copy continues with the state and the settings of the first one.
     """
     _seed_generators(data[0].start[0].device)
     parameters_by_group = [
@@ -303,17 +440,16 @@ def _run_steps(
         ]
         for group_data in data
     ]
-    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, parameters_by_group, strict=True)))
-    for group in optimizer_copy.param_groups:
-        rate = group.get("lr")
-        if isinstance(rate, Tensor):
-            rate.clamp_(min=_LEAST_RATE)
-        elif isinstance(rate, (int, float)):
-            group["lr"] = max(float(rate), _LEAST_RATE)
-    if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
-        begin()
-    step = with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))
+    optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
     for number, scale in enumerate(data[0].scales):
+        if number == resumes_at:
+            former, old = optimizer_copy, list(chain.from_iterable(parameters_by_group))
+            parameters_by_group = [[torch.nn.Parameter(p.detach()) for p in each] for each in parameters_by_group]
+            optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
+            new_of: dict[Any, Tensor] = dict(zip(old, chain.from_iterable(parameters_by_group), strict=True))
+            optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
+            for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
+                group.update({**saved, "params": group["params"]})
         for parameters, group_data in zip(parameters_by_group, data, strict=True):
             for index, parameter in enumerate(parameters):
                 noise = group_data.noise[number][index]
@@ -339,6 +475,23 @@ def _run_steps(
         for parameters, group_data in zip(parameters_by_group, data, strict=True)
     ]
     return _Outcome(trained, dict(_numbers(optimizer_copy, parameters_by_group, trained)), states)
+
+
+def _copy_for_trial(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], parameters_by_group: Sequence[Sequence[Tensor]]
+) -> tuple[Optimizer, Callable[[], Any]]:
+    """Return a copy of the optimizer in training mode, and a function that steps it."""
+    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, parameters_by_group, strict=True)))
+    for group in optimizer_copy.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            rate.clamp_(min=_LEAST_RATE)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = max(float(rate), _LEAST_RATE)
+    if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
+        begin()
+    step = partial(unwrap_step(type(optimizer_copy).step), optimizer_copy)
+    return optimizer_copy, with_preparation(optimizer_copy, step)
 
 
 def _defer_owned_turns(
@@ -394,7 +547,7 @@ def _numbers_in(
             yield f"{key!r} in {location}", value.item()
 
 
-def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
+def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: Sequence[_Data], owned: Sequence[bool]) -> str | None:
     has_changed = False
     for group_index, parameters in enumerate(full.parameters):
         for index, parameter in enumerate(parameters):
@@ -404,7 +557,7 @@ def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequ
                 joined = torch.cat([rank.parameters[group_index][index] for rank in ranks])
             if not (parameter.isfinite().all() and joined.isfinite().all()):
                 raise TrialError("stepping small parameters made them NaN or infinite")
-            change = (parameter - data.start[index]).abs()
+            change = (parameter - data[group_index].start[index]).abs()
             has_changed = has_changed or bool(change.any())
             # The tolerance is relative to the element's change, plus the fp32 rounding error of one addition per step.
             allowed = 5e-4 * change + 1e-4 * change.mean() + _STEPS * 2.0**-24 * parameter.abs()

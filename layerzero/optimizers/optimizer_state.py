@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
@@ -40,17 +41,16 @@ Holder = (
 
 def to_public_value(value: Any, holder: Holder) -> Any:
     """Convert an entry of a parameter's state to its public form: tensors of local rows become sharded tensors."""
-    if isinstance(value, DTensor):
-        return value
-    if isinstance(holder, OwnedParam):
-        if isinstance(value, (list, tuple)):
-            return type(value)(to_public_value(item, holder) for item in value)
-        shape = holder.global_state_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
-        return value if shape is None else sharded(value, holder.state_spec(shape), MutationTracker())
-    member = holder
-    if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
-        return sharded(value, member.spec, MutationTracker())
-    return value
+
+    def convert(leaf: Any) -> Any:
+        if holder is None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.ndim:
+            return leaf
+        if isinstance(holder, OwnedParam):
+            shape = holder.global_state_shape(leaf.shape)
+            return leaf if shape is None else sharded(leaf, holder.state_spec(shape), MutationTracker())
+        return sharded(leaf, holder.spec, MutationTracker()) if leaf.shape == holder.master.shape else leaf
+
+    return tree_map(convert, value)
 
 
 def to_stored_value(key: str, value: Any, holder: Holder) -> Any:
@@ -129,11 +129,15 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
         values: state of the parameter. All of its tensors may be 0-dim.
         example: state that an optimizer has for a 1-dim parameter. Only per-element tensors have a dim.
     """
-    rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
-    return {
-        key: value.reshape(1) if key in rows and type(value) is Tensor and value.ndim == 0 else value
-        for key, value in values.items()
+
+    def convert(value: Any, leaf: Any) -> Any:
+        is_row = isinstance(leaf, Tensor) and leaf.ndim and type(value) is Tensor and value.ndim == 0
+        return value.reshape(1) if is_row else value
+
+    known = {
+        key for key in values.keys() & example.keys() if tree_structure(values[key]) == tree_structure(example[key])
     }
+    return {key: tree_map(convert, value, example[key]) if key in known else value for key, value in values.items()}
 
 
 def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
@@ -142,20 +146,26 @@ def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True)
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks. If `copy` is False, the
     result may share memory with `values`.
     """
-    if isinstance(holder, OwnedParam):
-        owned_state = {key: _full_on_owner(key, value, holder, copy=copy) for key, value in values.items()}
-        return owned_state if holder.is_owned_by_this_rank else {}
-    return {
-        key: value if holder is None else _rows_of_rank(key, value, holder, copy=copy) for key, value in values.items()
-    }
+    if holder is None:
+        return dict(values)
+
+    def convert(key: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(holder, OwnedParam):
+            full = _full_on_owner(key, leaf, holder, copy=copy)
+            return full if key == "step" else to_device_of(full, holder.member.master)  # as torch's load_state_dict
+        return _rows_of_rank(key, leaf, holder, copy=copy)
+
+    state = {key: tree_map(partial(convert, key), value) for key, value in values.items()}
+    return {} if isinstance(holder, OwnedParam) and not holder.is_owned_by_this_rank else state
 
 
-def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_full_on_owner(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value.clone() if isinstance(value, Tensor) and copy else value
+def _full_on_owner(key: str, value: Tensor, owned: OwnedParam, *, copy: bool) -> Tensor:
     device = owned.member.master.device
+    if value.ndim == 0:
+        value = value.full_tensor() if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]
+        return value.clone() if copy else value
     local = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(local, LocalShard) and local.spec.same_sharding(owned.state_spec(value.shape)):
         return plain(value).to(device, copy=copy)
@@ -166,9 +176,9 @@ def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> An
     return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
 
 
-def _rows_of_rank(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
-    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
-        return value.clone() if isinstance(value, Tensor) and copy else value
+def _rows_of_rank(key: str, value: Tensor, member: ManagedParam, *, copy: bool) -> Tensor:
+    if value.ndim == 0 and not isinstance(value, DTensor):
+        return value.clone() if copy else value
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.spec.same_sharding(member.spec):
             raise ValueError(

@@ -100,6 +100,8 @@ def _describe_value(path: str, value: Any) -> dict[str, Any]:
     if type(value) in (list, tuple):
         kind = type(value).__name__
         return {kind: [_describe_value(f"{path}.{index}", item) for index, item in enumerate(value)]}
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _describe_value(f"{path}.{key}", item)] for key, item in value.items()]}
     raise TypeError(
         f"{path} is a {type(value).__name__}, but the owner of a full parameter can send only tensors, numbers and "
         "lists of them to the other ranks. Use an optimizer with such state, or an element-wise optimizer"
@@ -112,6 +114,8 @@ def _create_value(entry: Mapping[str, Any], owned: OwnedParam, device: torch.dev
     for kind in (list, tuple):
         if kind.__name__ in entry:
             return kind(_create_value(item, owned, device) for item in entry[kind.__name__])
+    if "dict" in entry:
+        return {key: _create_value(item, owned, device) for key, item in entry["dict"]}
     dtype = getattr(torch, entry["dtype"])
     if not entry["shape"]:
         return torch.tensor(entry["number"], dtype=dtype)

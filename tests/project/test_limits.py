@@ -338,7 +338,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
         "optimizers/test_owner_state.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
         "optimizers/test_torch_state_dict.py::test_an_optimizer_with_full_parameters_has_no_numbered_state",
-        "optimizers/test_owner_state.py::test_tables_in_the_state_of_whole_parameters_are_refused_by_name",
+        "optimizers/test_owner_state.py::test_objects_in_the_state_of_whole_parameters_are_refused_by_name",
     ),
     "Setting `.grad` of a full parameter": (
         "optimizers/test_owner_traffic.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
@@ -358,7 +358,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_compatibility.py::test_the_users_word_is_not_asked_where_nothing_could_work",
         "optimizers/test_sharded_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
     ),
-    "**Unnoticed:** state that an optimizer quantizes": (
+    "**Unnoticed:** with `elementwise=True`, state that": (
         "project/test_limits_loops.py::test_state_that_is_quantized_in_blocks_depends_on_the_number_of_ranks",
     ),
     "An optimizer that steps the model without": (

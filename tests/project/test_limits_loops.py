@@ -210,10 +210,11 @@ class Blockwise(torch.optim.SGD):
                     block.copy_((block / scale).round() * scale)
 
 
-def _quantized_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> Tensor:
+def _quantized_state(rank: int, kind: Callable[..., torch.optim.Optimizer], elementwise: bool | None) -> Tensor:
     torch.manual_seed(0)
     model = layerzero.shard_model(nn.Linear(100, 50, bias=False), mesh=mesh_of(1))
-    optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=0.5, momentum=0.5), model)
+    inner = kind(model.parameters(), lr=0.5, momentum=0.5)
+    optimizer = layerzero.shard_optimizer(inner, model, elementwise=elementwise)
     x = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         model(x).square().sum().backward()  # the same on all ranks
@@ -224,8 +225,12 @@ def _quantized_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> T
 
 
 def test_state_that_is_quantized_in_blocks_depends_on_the_number_of_ranks() -> None:
-    for kind, differs in ((Blockwise, True), (torch.optim.SGD, False)):
-        one, two = (run_ranks(_quantized_state, kind, world_size=world)[0] for world in (1, 2))
+    for kind, elementwise, differs in (
+        (Blockwise, True, True),
+        (Blockwise, None, False),
+        (torch.optim.SGD, None, False),
+    ):
+        one, two = (run_ranks(_quantized_state, kind, elementwise, world_size=world)[0] for world in (1, 2))
         largest = (one - two).abs().max().item()
         assert largest > 1e-4 if differs else largest < 1e-6, (kind, largest)
 
