@@ -50,20 +50,32 @@ CUTS = {
     (6, 5, 3, 3): (0, 4, 6, 6),
     (11,): (0, 3, 7, 11),
     (1, 50): (0, 0, 1, 1),
+    (130, 17): (0, 61, 125, 130),
+    (17, 3): (0, 0, 16, 17),
+    (3, 1): (0, 1, 3, 3),
+    (): (0, 0, 0, 1),
 }
 STEPS, SEEDS, SECONDS = 60, (0, 1), 150
 SETTINGS: dict[str, dict[str, Any]] = {"lr": {"lr": 1e-3}, "num_iterations": {"num_iterations": 100}}
-# Dependencies on other parameters that 60 steps with defaults do not show, from the definition of the optimizer.
-BY_DEFINITION = {
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "AdaShift": {"keep_num": 2},  # it does not move before as many steps
+    "Shampoo": {"matrix_eps": 1.0},  # roots of nearly singular matrices amplify rounding
+}
+# Dependencies that 60 steps with defaults do not show, from the definition of the optimizer: on other parameters, or
+# between the elements of one parameter.
+ON_OTHERS = {
     "AdamS": "scales its weight decay by a mean over all parameters",
     "DAdaptAdaGrad": "estimates a distance from all parameters",
     "EmoFact": "follows the loss of a closure",
     "EmoLynx": "follows the loss of a closure",
     "EmoNavi": "follows the loss of a closure",
+    "SWATS": "changes its rule for all parameters at once",
+}
+INSIDE = {
+    "Alice": "draws random numbers, in another order than for all parameters",
     "LAMB8bit": "scales by norms of whole parameters",
     "LARS8bit": "scales by norms of whole parameters",
     "ScalableShampoo": "preconditions matrices after more steps",
-    "SWATS": "changes its rule for all parameters at once",
 }
 MARKS = ("<!-- survey -->", "<!-- end of survey -->")
 Build = Callable[[list[nn.Parameter]], Optimizer]
@@ -91,6 +103,8 @@ class Row(NamedTuple):
             return self.accepted if works else f"{self.accepted} (WRONGLY)"
         if "wraps another optimizer" in self.said:
             return "wrappers"
+        if "cannot be saved" in self.said or "in the state of" in self.said:  # it trains, but cannot be resumed
+            return "refused"
         return "refused (WRONGLY)" if self.truth.works or self.truth.alone else "refused"
 
 
@@ -113,6 +127,7 @@ def builder(kind: type[Optimizer]) -> Build:
     for name, value in SETTINGS.items():
         if name in arguments and arguments[name].default is inspect.Parameter.empty:
             given |= value
+    given |= OF_CLASS.get(kind.__name__, {}) if kind.__module__.startswith("pytorch_optimizer") else {}
     if "momentum" in arguments and kind.__module__.startswith("bitsandbytes"):
         given["momentum"] = 0.9  # without momentum, these optimizers raise when they are built or stepped
     if "params" not in arguments and "optimizer" in arguments:
@@ -142,7 +157,8 @@ def truth_of(build: Build) -> Truth:
         scales = [10 ** (2 * torch.rand((), generator=generator).item() - 1.5) for _ in range(STEPS)]
 
         def rows(tensors: list[Tensor], rank: int) -> list[Tensor]:
-            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, CUTS.values(), strict=True)]
+            whole = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
+            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(whole, CUTS.values(), strict=True)]
 
         try:
             whole, optimizer = _train(build, start, target, noise, scales, seed)
@@ -160,7 +176,7 @@ def truth_of(build: Build) -> Truth:
                 ]
                 for rank in range(3)
             ]
-            together = [torch.cat([piece[index] for piece in pieces]) for index in range(len(start))]
+            together = [torch.cat([piece[i] for piece in pieces]).view_as(start[i]) for i in range(len(start))]
             worst = max(worst, _apart(whole, together, start))
         except _OutOfTimeError:
             raise
@@ -252,8 +268,8 @@ def survey(only: list[str]) -> list[Row]:
         try:
             with torch.compiler.set_stance("force_eager"):
                 truth = truth_of(build)
-            if truth.works and name in BY_DEFINITION:
-                truth = truth._replace(works=False, why=BY_DEFINITION[name])
+            if truth.works is not None and name in ON_OTHERS | INSIDE:
+                truth = Truth(works=False, why=(ON_OTHERS | INSIDE)[name], alone=name in INSIDE)
         except _OutOfTimeError:
             truth = Truth(None, f"not done within {SECONDS} s")
         finally:
