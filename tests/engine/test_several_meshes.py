@@ -185,6 +185,7 @@ PROGRAMS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("flat", (2, 1, 2), {"recompute": "reentrant"}),
     ("twice", (1, 2, 1), {"accumulation": "full", "recompute": "other", "prefetch": 0}),
     ("inner", (1, 1, 2), {"reshard_after_forward": False}),
+    ("beside", (2, 2, 1), {}),
 ]
 
 

@@ -32,9 +32,9 @@ EXPERTS = 3
 LAYERS = 3
 # How the experts are called. "nested": in a layer that is a unit. "returned": the layer returns the output of an
 # expert. "frozen": the layer has no trainable parameter of its own. "inner": the layer contains a unit of the root's
-# mesh, before the experts and after them. "twice": a layer is called twice in a row. "flat": the layer is not a unit.
-# "beside": neither is it, one unit of the root's mesh is called before and after the experts, and another one computes
-# from data that needs no gradient.
+# mesh, before the experts and after them. "twice": a layer is called twice in a row. "flat": the layer is no unit,
+# but contains a unit of the root's mesh, which it calls before the experts and after them. "beside": the same, and
+# another unit computes from data that needs no gradient.
 KINDS = ("nested", "returned", "frozen", "inner", "twice", "flat", "beside")
 # Experts that a layer calls, in order.
 CHOICES = {"all": (0, 1, 2), "reversed": (2, 1, 0), "first": (0,), "last": (2,), "none": ()}
@@ -75,7 +75,8 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=kind != "frozen")
-        self.before, self.after = (Plain() if kind in ("inner", "beside") else nn.Identity() for _ in range(2))
+        self.before = Plain() if kind in ("inner", "beside", "flat") else nn.Identity()
+        self.after = Plain() if kind in ("inner", "beside") else nn.Identity()
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
 
     def forward(self, x: Tensor, chosen: tuple[int, ...], meet: Callable[[], object]) -> Tensor:
@@ -84,7 +85,10 @@ class Layer(nn.Module):
             total = total + self.experts[index](x)
         total = Meet.apply(total, meet).relu()  # relu: all ranks recompute the layer
         if self.kind == "beside":
-            return self.before(total) + self.after(torch.ones_like(total))
+            from_data = self.after(torch.ones_like(total))
+            return self.before(total) + from_data
+        if self.kind == "flat":
+            return self.before(total)
         total = self.after(total)
         if self.kind == "returned" and chosen:
             return self.experts[chosen[0]](total)
