@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
+from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
 
 __all__ = ["format_values", "has_peers", "require_equal"]
 
@@ -157,15 +158,20 @@ def _collect_texts(
     """Return the text that each rank published, or an error message that names the ranks that did not publish one."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
-        store.wait(list(keys.values()), timeout)
-    except dist.DistNetworkError:
+        with waiting(NamedWait(subject, lambda connection: _ranks_without_key(keys, connection), list(keys.values()))):
+            store.wait(list(keys.values()), timeout)
+            raise_verdict()
+    except (dist.DistNetworkError, WaitCycleError):
         raise
     except RuntimeError:  # DistStoreError; FileStore raises another subclass
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        if missing:
+        if missing := _ranks_without_key(keys, store):
             wait_text = _format_wait(missing, timeout)
             return f"layerzero: {subject}: ranks {missing} did not take part within {wait_text}. {_CALL_ON_ALL}"
     return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
+
+
+def _ranks_without_key(keys: Mapping[int, str], store: Store) -> list[int]:
+    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
@@ -198,8 +204,10 @@ def _digest(value: object) -> str:
 def _read_verdict(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
     try:
         # The first rank itself may wait for the other ranks for up to the full timeout.
-        store.wait([key], 2 * timeout)
-    except dist.DistNetworkError:
+        with waiting(NamedWait(subject, lambda _: [first_rank], [key])):
+            store.wait([key], 2 * timeout)
+            raise_verdict()
+    except (dist.DistNetworkError, WaitCycleError):
         raise
     except RuntimeError as error:
         wait_text = _format_wait([first_rank], 2 * timeout)

@@ -31,7 +31,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -40,8 +40,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
-from layerzero.comm.collectives import PendingCollective
+from layerzero.comm.collectives import LaunchedCollective, PendingCollective
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.process_groups import launch_counts
 from layerzero.comm.traffic_counters import display_name
 from layerzero.device.accelerator import CurrentStream
 
@@ -107,6 +108,7 @@ class Launch:
         "_works",
         "collective",
         "group",
+        "launched",
         "name",
         "number",
         "ranks",
@@ -114,11 +116,12 @@ class Launch:
         "step",
     )
 
-    def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
+    def __init__(self, works: PendingCollective, step: int, order: CurrentStream | None) -> None:
         launched, group = works.launched, works.launched.communicator.held_group
         self.collective, self.name = launched.collective, launched.name
         self.group, self.ranks = group.name, group.ranks
-        self.number = number  # index of the launch among all launches on its group
+        self.number = launched.number
+        self.launched = launched
         self.step = step
         self.since = time.monotonic()
         self._works = weakref.ref(works)
@@ -130,6 +133,10 @@ class Launch:
     def doing(self) -> str:
         """Name of the collective, for messages."""
         return display_name(self.collective, self.name)
+
+    @property
+    def on_device(self) -> bool:
+        return self._order is not None
 
     @property
     def wait_has_ended(self) -> bool:
@@ -199,7 +206,6 @@ class Watchdog:
         self._raised: set[tuple[str, int]] = set()  # (group, number) of the late collectives that raised an alarm
         self._removal_lock = threading.Lock()  # held while entries are removed from `_in_flight`
         self._in_flight: deque[Launch] = deque()  # in launch order
-        self._counts: Counter[str] = Counter()  # number of launches, by group
         self._last: Launch | None = None
         self._steps = 0
         self._hooks: list[Any] = []  # handles of hooks on optimizers
@@ -244,9 +250,7 @@ class Watchdog:
 
         This method is called for each collective, so it usually takes no lock and does not query the device.
         """
-        group = works.launched.communicator.held_group.name
-        self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
-        self._last = launch = Launch(works, number, self._steps, self._order)
+        self._last = launch = Launch(works, self._steps, self._order)
         self._in_flight.append(launch)
         if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
@@ -350,14 +354,20 @@ class Watchdog:
                 self._in_flight.popleft()
         return None
 
+    def late_on_device(self, seconds: float) -> LaunchedCollective | None:
+        """Return the oldest collective on the device if it has been pending for `seconds`, otherwise None."""
+        launch = self._oldest_pending(older_than=seconds)
+        is_late = launch is not None and launch.on_device and time.monotonic() - launch.since > seconds
+        return launch.launched if is_late and launch is not None else None
+
     def _answer(self, launch: Launch | None) -> _Answer:
         now, last = time.monotonic(), self._last
         entry = (
             None if launch is None else (launch.doing, launch.group, launch.number, launch.ranks, now - launch.since)
         )
         if last is None:
-            return _Answer({}, self._steps, "nothing", now - self._started, entry)
-        return _Answer(dict(self._counts), self._steps, last.doing, now - last.since, entry)
+            return _Answer(launch_counts(), self._steps, "nothing", now - self._started, entry)
+        return _Answer(launch_counts(), self._steps, last.doing, now - last.since, entry)
 
     def _report(self) -> None:
         answers: dict[int, _Answer] = {}

@@ -58,6 +58,7 @@ from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, WatchedLaunch, display_name
+from layerzero.comm.waits import SLICE, WaitCycleError, WaitState, waiting
 from layerzero.device.accelerator import compute_device, device_module
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
@@ -86,10 +87,7 @@ __all__ = [
     "reduce_scatter",
     "send_recv",
     "timeout_of",
-    "wait_in_slices",
 ]
-
-_SLICE = timedelta(seconds=0.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,17 +237,19 @@ class _StreamGather:
                 self._stream.keep_until_done(tensor)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LaunchedCollective:
-    """Collective that has been counted and launched."""
+    """Collective that has been counted and launched. A thread that waits for it records this object."""
 
     communicator: Communicator
     collective: Collective
     name: str  # for example the name of the unit
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
     on_stream: bool = False  # see [Note: Collectives on streams of the engine]
+    number: int = 0  # number of launches on the group up to this one
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
+        self.number = self.communicator.held_group.log.append(self.collective.value)
         works = PendingCollective(each, self)
         if not self.on_stream:
             if self.trace is not None:
@@ -261,6 +261,16 @@ class LaunchedCollective:
         if (watching := self.communicator.counters.on_launch) is not None:  # read once: another thread may reset it
             works.watched.append(watching.launched(works))
         return works
+
+    @property
+    def verdict(self) -> str:
+        """Message of the error to raise if the collective cannot complete, otherwise an empty string."""
+        return self.communicator.held_group.failure
+
+    def state(self, store: object = None) -> WaitState:
+        """Return the state of a wait for this collective."""
+        status, group = self.status, self.communicator.held_group
+        return WaitState(status.doing, group.ranks, group.name, self.number, self.collective.value, status.gathers)
 
     @property
     def status(self) -> RankStatus:
@@ -275,6 +285,8 @@ class LaunchedCollective:
 
         The new error names the ranks that did not take part or, if the model has failed before, the first failure.
         """
+        if isinstance(error, WaitCycleError):
+            return WaitCycleError(str(error))
         counters, status = self.communicator.counters, self.status
         if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
@@ -310,12 +322,14 @@ class PendingCollective:
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
 
-    def wait(self, *, off_main_thread: bool = False) -> None:
+    def wait(self, *, off_main_thread: bool = False, may_wait: Callable[[], bool] = lambda: True) -> None:
         """Wait for all transfers.
 
         Args:
             off_main_thread: True if a background thread of the engine calls this method. The waiting time is then not
                 counted.
+            may_wait: function that returns False if a background thread must leave the backend, because the process
+                ends.
 
         Raises:
             CollectiveError: a rank did not take part, or its process exited.
@@ -325,8 +339,7 @@ class PendingCollective:
         began = time.perf_counter()
         try:
             with nullcontext() if self.trace is None or off_main_thread else self.trace.waiting():
-                for work in self.each:
-                    work.wait()
+                self._wait_for_transfers(may_wait)
         except RuntimeError as error:
             self._record_wait_end()
             if off_main_thread:
@@ -337,6 +350,21 @@ class PendingCollective:
             self.trace.record_arrival()
         if not off_main_thread:
             self.launched.communicator.counters.waited[self.launched.collective.value] += time.perf_counter() - began
+
+    def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
+        launched = self.launched
+        # A timeout of a single send or receive would end it.
+        in_slices = launched.communicator.is_gloo and launched.collective is not Collective.SNAPSHOT
+        with nullcontext() if launched.communicator.uses_streams else waiting(launched):
+            for work in self.each:
+                while in_slices and isinstance(work, dist.Work) and not work.is_completed():
+                    if launched.verdict:
+                        raise WaitCycleError(launched.verdict)
+                    if not may_wait():
+                        raise RuntimeError("the process ends before the collective has completed")
+                    with suppress(RuntimeError):  # the wait below raises the error of a completed transfer
+                        work.wait(timedelta(seconds=SLICE))
+                work.wait()
 
     def make_stream_wait(self) -> None:
         """Make the current stream wait for the collective.
@@ -353,27 +381,6 @@ class PendingCollective:
         self.launched.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
             watched.record_wait_end()
-
-
-def wait_in_slices(works: Sequence[Any], may_wait: Callable[[], bool]) -> bool:
-    """Wait for transfers in short slices, so that a background thread can leave the backend before the process ends.
-
-    This function does not raise the errors of transfers. Call their ``wait`` again to raise them.
-
-    Args:
-        works: objects with the methods ``is_completed()`` and ``wait(timeout)``.
-        may_wait: function that returns False if this thread must not wait any longer.
-
-    Returns:
-        True if all transfers have completed.
-    """
-    for work in works:
-        while not work.is_completed():
-            if not may_wait():
-                return False
-            with suppress(RuntimeError):
-                work.wait(_SLICE)
-    return True
 
 
 @dataclass

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -40,7 +39,6 @@ from layerzero.comm.collectives import (
     PendingCollective,
     all_gather,
     all_gather_small,
-    wait_in_slices,
 )
 from layerzero.comm.difference_codecs import DifferenceCodec
 from layerzero.comm.wait_times import record_wait
@@ -64,38 +62,24 @@ class PendingRefresh:
         self._comm = comm
         self._name = name
 
-    @property
-    def each(self) -> tuple[PendingRefresh]:
-        """The transfers of this refresh, as in :class:`PendingCollective`."""
-        return (self,)
-
     def done(self) -> bool:
         return self.finished.done()
 
-    is_completed = done
-
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self) -> None:
         """Wait for the refresh.
 
         Raises:
-            RuntimeError: a collective has failed, a message is damaged, the weights of the replicas differ, or
-                `timeout` has passed.
+            RuntimeError: a collective has failed, a message is damaged, or the weights of the replicas differ.
         """
         if isinstance(threading.current_thread(), StreamThread):
-            self._wait(timeout)
+            self.finished.result()
             return
         recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.launched)
         try:
             with nullcontext() if self.done() else recorded:
-                self._wait(timeout)
+                self.finished.result()
         except DeferredCollectiveError as error:
             raise error.explain(error.error) from error.error
-
-    def _wait(self, timeout: timedelta | None) -> None:
-        try:
-            self.finished.result(None if timeout is None else timeout.total_seconds())
-        except TimeoutError:
-            raise RuntimeError("the refresh has not completed yet") from None
 
 
 @dataclass(frozen=True)
@@ -267,9 +251,7 @@ class EncodedRefresher:
         self._pool.release(refresh.received)
 
     def _wait(self, works: PendingCollective) -> None:
-        if not wait_in_slices(works.each, self._may_wait):
-            raise RuntimeError("the process ends before the refresh has completed")
-        works.wait(off_main_thread=True)
+        works.wait(off_main_thread=True, may_wait=self._may_wait)
 
     def _may_wait(self) -> bool:
         if threading.main_thread().is_alive():

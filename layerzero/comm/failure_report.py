@@ -23,22 +23,35 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["CollectiveError", "RankStatus", "diagnose", "publish_status", "read_statuses"]
+__all__ = [
+    "HINT",
+    "CollectiveError",
+    "RankStatus",
+    "diagnose",
+    "order_difference",
+    "publish_status",
+    "read_statuses",
+]
 
 _PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
 _SILENT = "the rendezvous store does not answer: its machine has stopped, or this machine cannot reach it"
-_HINT = (
+HINT = (
     "Look for calls that only some ranks make (`if rank == 0: evaluate(model)`, one batch fewer), for the output of a "
     "rank that raised or was killed, and for a rank that needs longer than the timeout of the process group"
+)
+_KEPT = (
+    ". A unit marked '(kept)' is gathered among the ranks of reshard_after_forward=k only. The other ranks gather this "
+    "unit in the full ZeRO-3 group, because their last forward ran without gradients or one of their passes failed. "
+    "Run the same passes on every rank, or use reshard_after_forward=True"
 )
 
 
@@ -110,7 +123,7 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
     # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
     if not no_store and not _completes_within(_TO_ANSWER, lambda: _publish_if_store_exists(status)):
         why += f"; {_SILENT}"  # the store stopped answering in the meantime
-    message = f"layerzero: {status.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
+    message = f"layerzero: {status.doing} failed on rank {dist.get_rank()}: {why}. {HINT}"
     return CollectiveError(message, status, elsewhere)
 
 
@@ -214,6 +227,22 @@ def _describe_statuses(
     if gave_up and status.failed == _LOST and not missing and not elsewhere:
         sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
     return sentences, {} if missing else elsewhere
+
+
+def order_difference(orders: Mapping[int, str]) -> str:
+    """Return the message for ranks that gather units in different orders.
+
+    Args:
+        orders: order of each rank, by rank.
+    """
+    listed = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
+    return (
+        f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {listed}. Every rank of the group "
+        "must call the same units in the same order. If the called units depend on data (experts, early exits, random "
+        "depth with a different seed on each rank), shard the module that selects them as one unit, or use "
+        "zero3_size=1. If only some ranks run a call (`if rank == 0: evaluate(model)`), run the call on every rank"
+        + (_KEPT if "(kept)" in listed else "")
+    )
 
 
 def _status_key(rank: int) -> str:

@@ -44,7 +44,7 @@ import json
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -67,12 +67,15 @@ from layerzero.device.streams import Waitable
 __all__ = [
     "CLOSED",
     "HeldGroup",
+    "LaunchLog",
     "ModelGroups",
     "Reservation",
     "backend_timeout",
+    "current_groups",
     "drop_released_groups",
     "group_count_fields",
     "groups_to_release",
+    "launch_counts",
     "mesh_group",
     "new_group_like",
     "torch_registration",
@@ -119,6 +122,23 @@ class Reservation:
             self._made.wait()
 
 
+class LaunchLog:
+    """Number of collectives that this rank has launched on a process group, and the purposes of the latest."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.recent: deque[str] = deque(maxlen=8)
+
+    def append(self, collective: str) -> int:
+        """Record a launch and return its number, which begins with 1."""
+        self.recent.append(collective)
+        self.launches += 1
+        return self.launches
+
+
+_LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, LaunchLog] = weakref.WeakKeyDictionary()
+
+
 class HeldGroup:
     """Reference to a process group that can be closed and released.
 
@@ -129,6 +149,8 @@ class HeldGroup:
             waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
         last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
             waited for it. Only set on a device.
+        log: collectives that this rank has launched on the group.
+        failure: message of the error with which waits for collectives of the group have ended, or an empty string.
         last_encoded_reduction: event after the last encoded reduction, if no later collective on a stream of the engine
             has waited for it.
     """
@@ -143,9 +165,12 @@ class HeldGroup:
         self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
         self.last_encoded_reduction: Waitable | None = None
+        self.log = _LOGS.setdefault(group, LaunchLog())
+        self.failure = ""
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL
+        _HELD.add(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -155,9 +180,9 @@ class HeldGroup:
         return self._group
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the group has been closed or released."""
-        if self._closed:
-            raise RuntimeError(CLOSED)
+        """Raise RuntimeError if the group has failed, or has been closed or released."""
+        if self._closed or self.failure:
+            raise RuntimeError(CLOSED if self._closed else self.failure)
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +203,16 @@ class HeldGroup:
     def close(self) -> None:
         """Mark the group as closed, so that further use raises RuntimeError."""
         self._closed = True
+
+    def fail(self, message: str) -> None:
+        """Make all further use raise RuntimeError with `message`, and abort collectives in flight if the backend can.
+
+        gloo cannot abort collectives. Threads that wait for them read `failure`.
+        """
+        self.failure = self.failure or message
+        if not self.is_local and self._group is not None:
+            with suppress(RuntimeError):  # a backend that cannot abort collectives
+                self._group.abort()  # type: ignore[attr-defined]
 
     def keep_store_keys(self) -> None:
         """Keep the group's keys in the store when the group is released, because other ranks may still read them."""
@@ -201,6 +236,19 @@ class HeldGroup:
         if self._store is not None and dist.group.WORLD is self._world():
             with suppress(RuntimeError):  # the process that served the store has exited
                 self._store.delete_key(f"cpu//0/{group.rank()}")  # gloo's address of this rank
+
+
+_HELD: weakref.WeakSet[HeldGroup] = weakref.WeakSet()
+
+
+def current_groups() -> list[HeldGroup]:
+    """Return the references to groups of the current default process group."""
+    return [held for held in list(_HELD) if held._world() is dist.group.WORLD]
+
+
+def launch_counts() -> dict[str, int]:
+    """Return the number of collectives that this rank has launched on each group, by name of the group."""
+    return {held.name: held.log.launches for held in current_groups()}
 
 
 class ModelGroups:

@@ -82,6 +82,9 @@ class WatchdogInterface(Protocol):
     def launched(self, works: Any) -> WatchedLaunch:
         """Record that the pending collective `works` has been launched."""
 
+    def late_on_device(self, seconds: float) -> Any:
+        """Return the oldest collective on a device if it has been pending for `seconds`, otherwise None."""
+
     def count_steps_of(self, optimizer: Optimizer) -> None:
         """Register `optimizer`, so that its steps count as steps of the model."""
 

@@ -22,18 +22,13 @@ from torch import Tensor
 
 from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, Communicator, all_gather
-from layerzero.comm.failure_report import CollectiveError, publish_status
+from layerzero.comm.failure_report import CollectiveError, order_difference, publish_status
 
 __all__ = ["GatherOrderCheck"]
 
 _REMEMBERED = 4096  # length of the history that is searched for a repetition
 _CONTEXT = 64  # maximum length of a matching context
 _SHOWN = 6  # number of gathers that an error message lists for each rank
-_KEPT = (
-    ". A unit marked '(kept)' is gathered among the ranks of reshard_after_forward=k only. The other ranks gather this "
-    "unit in the full ZeRO-3 group, because their last forward ran without gradients or one of their passes failed. "
-    "Run the same passes on every rank, or use reshard_after_forward=True"
-)
 
 
 class GatherOrderCheck:
@@ -95,7 +90,7 @@ class GatherOrderCheck:
             return error
         peer_orders = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
         own_order = " -> ".join(map(repr, error.status.gathers))
-        return RuntimeError(_difference_message({dist.get_rank(): own_order} | peer_orders) + self._note)
+        return RuntimeError(order_difference({dist.get_rank(): own_order} | peer_orders) + self._note)
 
     def _compare(self, unit: int) -> None:
         message = gathered = torch.tensor([self._count, unit])
@@ -108,7 +103,7 @@ class GatherOrderCheck:
                 + ("" if count == self._count else ", later")
                 for rank, count, peer_unit in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
-            raise RuntimeError(_difference_message(orders) + self._note)
+            raise RuntimeError(order_difference(orders) + self._note)
 
     def _gather_positions(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
@@ -149,14 +144,3 @@ class GatherOrderCheck:
         num_dropped = len(self._history) - _REMEMBERED
         del self._history[:num_dropped]
         self._repeats = self._repeats - num_dropped if self._repeats >= num_dropped else self._predicted_place()
-
-
-def _difference_message(orders: dict[int, str]) -> str:
-    listed = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
-    return (
-        f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {listed}. Every rank of the group "
-        "must call the same units in the same order. If the called units depend on data (experts, early exits, random "
-        "depth with a different seed on each rank), shard the module that selects them as one unit, or use "
-        "zero3_size=1. If only some ranks run a call (`if rank == 0: evaluate(model)`), run the call on every rank"
-        + (_KEPT if "(kept)" in listed else "")
-    )

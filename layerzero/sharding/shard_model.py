@@ -33,6 +33,7 @@ from layerzero.comm.refresh_speed import RefreshDurations, measure_refresh
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
+from layerzero.comm.waits import monitor_waits
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies, RegisteredMemory
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
@@ -453,9 +454,12 @@ def _attach_to_model(lz_state: LayerZeroState, plans: Iterable[UnitDefinition]) 
 
 
 def _start_watchdog(lz_state: LayerZeroState) -> None:
-    """Start the watchdog that runs by default for models on a device; see [Note: Completion on a device]."""
+    """Monitor waits and, on a device, start the default watchdog; see [Note: Completion on a device]."""
     mesh_info, ranks = lz_state.mesh_info, lz_state.ranks.ranks
-    if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
+    if not has_peers(ranks):
+        return
+    lz_state.on_close.append(monitor_waits(lz_state, mesh_info.counters))
+    if CurrentStream.of(mesh_info.device) is None:
         return
     groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
     limit = default_limit(min(map(timeout_of, groups)))

@@ -38,10 +38,10 @@ from layerzero.comm.collectives import (
     PendingReduction,
     collective_error,
     launching,
-    wait_in_slices,
 )
 from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.traffic_counters import display_name
 from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
 from layerzero.comm.transport.shm_buffers import (
     FIRST_FREE_COUNTER,
@@ -53,6 +53,7 @@ from layerzero.comm.transport.shm_buffers import (
 )
 from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
+from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import Size
 from layerzero.device.streams import ThreadStream
 from layerzero.layout.flat_layout import FlatLayout
@@ -214,9 +215,14 @@ class WriteBarrier:
 
         The elapsed time is counted as waiting time for gathers.
         """
-        began = time.perf_counter()
-        try:
+        if not self.memory.counters.ranks_below(counter, target):
             self.memory.counters.wait(counter, target)
+            return
+        began = time.perf_counter()
+        doing = display_name(Collective.REFRESH, name)
+        try:
+            with waiting(NamedWait(doing, lambda store: self.memory.counters.absent(counter, target))):
+                self.memory.counters.wait(counter, target)
         except RuntimeError as error:
             # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
             raise collective_error(self._comm, Collective.REFRESH, name, error) from error
@@ -226,10 +232,10 @@ class WriteBarrier:
 
 def _publish_when_complete(works: PendingCollective | PendingRefresh, memory: SharedSegment, counter: int) -> None:
     with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
-        if not wait_in_slices(works.each, threading.main_thread().is_alive):
-            return
-        for work in works.each:
-            work.wait()
+        if isinstance(works, PendingRefresh):
+            works.wait()
+        else:
+            works.wait(off_main_thread=True, may_wait=threading.main_thread().is_alive)
         memory.counters.increment(counter)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.transport.shm_counters import LINE
 from layerzero.comm.transport.shm_segment import SharedSegment
+from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import BufferPool, Size
 
 __all__ = [
@@ -200,7 +201,8 @@ class SharedBufferPool(BufferPool):
         if not self._counters.ranks_below(counter, target):
             return
         try:
-            self._counters.wait(counter, target)
+            with waiting(NamedWait("hop 1", lambda store: self._counters.absent(counter, target))):
+                self._counters.wait(counter, target)
         except RuntimeError as error:
             raise self._explain(error) from error
 

@@ -31,6 +31,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from layerzero.comm.waits import raise_verdict
+
 __all__ = ["LINE", "SharedCounters", "unsupported_platform_reason"]
 
 LINE = 64  # bytes in a cache line
@@ -111,6 +113,10 @@ class SharedCounters:
         """Return the other ranks whose counter with index `counter` is below `target`, as indices in the group."""
         return [rank for rank in self._others if self._is_behind(rank, counter, target)]
 
+    def absent(self, counter: int, target: int) -> list[int]:
+        """Return the global ranks whose counter with index `counter` is below `target`."""
+        return [self._ranks[rank] for rank in self.ranks_below(counter, target)]
+
     def wait(self, counter: int, target: int) -> None:
         """Wait until the counter with index `counter` of every other rank has reached `target`.
 
@@ -126,6 +132,7 @@ class SharedCounters:
                     break
                 if self._sleep(index, value):
                     continue
+                raise_verdict()
                 if not self._is_alive(rank) and self._is_behind(rank, counter, target):
                     raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has exited")
                 if time.monotonic() > deadline:

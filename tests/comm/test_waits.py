@@ -1,0 +1,234 @@
+"""Ranks that wait for each other raise the same error soon, and a slow rank is never mistaken for one of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.comm import waits
+from tests.support.graphs import batch, blocks, one_pass, sgd, shard
+from tests.support.logs import logged
+from tests.support.ranks import run_ranks
+
+ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the groups give up
+
+
+@contextmanager
+def _soon(ask: float = ASK, warn: float = 60.0) -> Iterator[None]:
+    values = {"_ASK_AFTER": ask, "_WARN_AFTER": warn, "_TICK": 0.1, "_PERIOD": 0.3}
+    with mock.patch.multiple(waits, **values):
+        yield
+
+
+def _trained(size: int = 2) -> tuple[nn.Module, Any]:
+    model = shard(blocks(3), size=size)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step in range(2):
+        _step(model, optimizer, step)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: Any, step: int) -> None:
+    one_pass(model, dist.get_rank(), step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
+            call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _evaluates(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Evaluate on rank 0 alone, and continue to train on all ranks, as nanoGPT does."""
+    if dist.get_rank() == 0:
+        model.eval()
+        with torch.no_grad():
+            model(batch(0, 2))
+        model.train()
+    for step in range(2, 5):
+        _step(model, optimizer, step)
+
+
+def _one_batch_fewer(then: Callable[[nn.Module, Any, Path], object]) -> Callable[..., None]:
+    def scenario(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        for step in range(2, 4):
+            if step == 2 or dist.get_rank() != dist.get_world_size() - 1:
+                one_pass(model, dist.get_rank(), step)
+        then(model, optimizer, folder)
+
+    return scenario
+
+
+def _save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    checkpoint.save(folder / "step-2", model, optimizer)
+
+
+def _save_async(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    checkpoint.save_async(folder / "step-2", model, optimizer).wait()
+
+
+def _clip(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    layerzero.clip_grad_norm_(model, 1.0)
+
+
+def _steps(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    for step in range(4, 6):
+        optimizer.step()
+        optimizer.zero_grad()
+        one_pass(model, dist.get_rank(), step)
+
+
+def _goes_on(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Step and train again; the last pass has no peer."""
+    for step in range(4, 6):
+        optimizer.step()
+        optimizer.zero_grad()
+        one_pass(model, dist.get_rank(), step)
+    optimizer.step()
+
+
+def _no_backward(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Skip one backward on the last rank, as for a loss that is not finite."""
+    for step in range(2, 5):
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            model(batch(dist.get_rank(), step))
+        else:
+            one_pass(model, dist.get_rank(), step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCENARIOS: dict[str, Callable[..., None]] = {
+    "evaluation": _evaluates,
+    "save": _one_batch_fewer(_save),
+    "save_async": _one_batch_fewer(_save_async),
+    "clip": _one_batch_fewer(_clip),
+    "goes on": _one_batch_fewer(_goes_on),
+    "no backward": _no_backward,
+}
+
+
+def _runs(rank: int, scenario: str, size: int, folder: Path) -> str:
+    with _soon():
+        model, optimizer = _trained(size)
+        message = _message(partial(SCENARIOS[scenario], model, optimizer, folder))
+        _meet()
+        return message
+
+
+def _meet() -> None:
+    """Wait for all ranks through the store."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    while store.add("done", 0) < dist.get_world_size():
+        time.sleep(0.05)
+
+
+ORDERS, SAVE = "gather units in different orders: rank 0: ", "waits in checkpoint.save for rank 0"
+NORM, REFRESH = "waits in norm of gradients for rank", "waits in refresh of 'the root' for rank"
+CASES = [
+    (2, 2, "off", "evaluation", ORDERS),
+    (2, 2, "off", "save", SAVE),
+    (2, 2, "off", "save_async", SAVE),
+    (2, 2, "off", "clip", NORM),
+    (2, 2, "off", "no backward", ORDERS),
+    (2, 1, "off", "goes on", REFRESH),
+    (4, 2, "off", "evaluation", ORDERS),
+    (4, 2, "off", "save", SAVE),
+    (4, 2, None, "clip", NORM),
+    (4, 2, None, "goes on", "waits in refresh for rank"),
+]
+
+
+@pytest.mark.parametrize(("world", "size", "shared_memory", "scenario", "expected"), CASES)
+def test_ranks_that_wait_for_each_other_raise_the_same_error(
+    world: int, size: int, shared_memory: str | None, scenario: str, expected: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"world_size": world, "pg_timeout": TIMEOUT, "shared_memory": shared_memory}
+    messages = run_ranks(_runs, scenario, size, tmp_path, **settings)
+    assert len(set(messages)) == 1 and messages[0].startswith("WaitCycleError: layerzero: "), messages
+    assert expected in messages[0] and "if rank == 0: evaluate(model)" in messages[0], messages
+
+
+def _barrier() -> None:
+    dist.barrier()
+
+
+def _waits_in_torch(rank: int) -> tuple[str, list[str]]:
+    """Have one batch fewer on rank 1, which waits in a barrier of its own."""
+    with _soon(), logged() as lines:
+        model, _ = _trained()
+        message = _message(partial(one_pass, model, 0, 2) if rank == 0 else _barrier)
+        if rank == 0:
+            dist.barrier()  # so that rank 1 can end
+        return message, lines
+
+
+def test_a_wait_in_a_barrier_of_the_program_is_found() -> None:
+    (raised, _), (message, lines) = run_ranks(_waits_in_torch, world_size=2, pg_timeout=TIMEOUT)
+    assert "rank 1 waits in dist.barrier at test_waits.py:" in raised and raised.startswith("WaitCycleError"), raised
+    assert " dist.barrier() for rank 0. Look for calls" in raised, raised
+    assert message == "nothing was raised" and [f"WaitCycleError: {each}" for each in lines] == [raised], lines
+
+
+def _is_slow(rank: int, how: str) -> list[str]:
+    """Let one rank come late: it computes alone, or waits for a thread that does."""
+    with _soon(warn=1.0), logged() as lines:
+        model, optimizer = _trained()
+        for step in range(2, 4):
+            if rank == 1 and how == "sleeps":
+                time.sleep(2)
+            elif rank == 1:
+                thread = threading.Thread(target=time.sleep, args=[2])
+                thread.start()
+                thread.join()
+            _step(model, optimizer, step)
+        return lines
+
+
+@pytest.mark.parametrize("how", ["sleeps", "joins"])
+@pytest.mark.parametrize("shared_memory", ["off", None])
+def test_a_slow_rank_is_waited_for_and_one_warning_says_where_it_is(how: str, shared_memory: str | None) -> None:
+    first, second, *_ = run_ranks(_is_slow, how, world_size=2, pg_timeout=60, shared_memory=shared_memory)
+    source = "time.sleep(2)" if how == "sleeps" else "thread.join()"
+    assert len(first) == 2 and not second, (first, second)
+    assert all("Rank 1 has not joined: it is at test_waits.py:" in line and source in line for line in first), first
+
+
+def _trains(rank: int) -> int:
+    """Count the requests to the store of steps in which nothing waits for long."""
+    model, optimizer = _trained()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    requests = mock.Mock(wraps=waits.WaitMonitor._ask)
+    with mock.patch.object(waits.WaitMonitor, "_ask", requests):
+        for step in range(2, 10):
+            _step(model, optimizer, step)
+    keys = [f"layerzero/waits/{kind}/{rank}" for kind in ("wake", "asked", "answer", "verdict")]
+    assert not any(store.check([key]) for key in keys)
+    assert {type(wait) for wait in waits._waits.values()} == {type(None)}
+    return requests.call_count
+
+
+def test_nothing_is_asked_while_nothing_waits() -> None:
+    assert run_ranks(_trains, world_size=2) == [0, 0]
