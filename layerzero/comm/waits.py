@@ -51,10 +51,10 @@ from layerzero.comm.process_groups import current_groups, launch_counts
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
 
-__all__ = ["NamedWait", "WaitCycleError", "WaitState", "monitor_waits", "raise_verdict", "waiting"]
+__all__ = ["NamedWait", "WaitCycleError", "WaitState", "monitor_waits", "raise_verdict", "suspicious_waits", "waiting"]
 
 SLICE = 0.5  # seconds after which a waiting thread looks for a verdict
-_ASK_AFTER, _WARN_AFTER = 10.0, 60.0  # seconds
+_ASK_AFTER, _ASK_SOON, _WARN_AFTER = 10.0, 1.0, 60.0  # seconds
 _TICK, _PERIOD = 0.5, 4.0  # seconds between two looks at the recorded waits, and between two questions about a wait
 _TO_ANSWER, _POLL, _FOREVER = 3.0, 0.05, timedelta(days=30)
 _SCOPE = "layerzero/waits"
@@ -122,6 +122,7 @@ class WaitCycleError(CollectiveError):
         super().__init__(message, RankStatus(""), {})
 
 
+_suspicious: set[threading.Thread] = set()
 _waits: dict[threading.Thread, Wait | None] = {}  # current wait of each thread that has ever waited
 
 
@@ -135,6 +136,17 @@ def waiting(wait: Wait) -> Iterator[None]:
         yield
     finally:
         _waits[thread] = outer
+
+
+@contextmanager
+def suspicious_waits() -> Iterator[None]:
+    """Context manager in which other ranks may be in another operation. Ranks then ask each other sooner."""
+    thread = threading.current_thread()
+    _suspicious.add(thread)
+    try:
+        yield
+    finally:
+        _suspicious.discard(thread)
 
 
 def raise_verdict() -> None:
@@ -342,7 +354,8 @@ class WaitMonitor:
             elif self._since.get(thread, (None, 0.0))[0] is not wait:
                 self._since[thread] = wait, now
         oldest = min((since for _, since in self._since.values()), default=now)
-        if now < self._next or (now - oldest < _ASK_AFTER and not self._late_on_device()):
+        is_old = now - oldest >= (_ASK_SOON if _suspicious else _ASK_AFTER)
+        if now < self._next or not (is_old or self._late_on_device()):
             return
         answers = self._ask_all()
         self._next = time.monotonic() + _PERIOD

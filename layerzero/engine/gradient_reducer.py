@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.waits import suspicious_waits
 from layerzero.device.streams import make_reduction_streams
 from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
 from layerzero.engine.gathered_params import consume_main_grad_flag
@@ -201,6 +202,23 @@ class GradientReducer:
                 self._publish_grads(used)
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
+
+    def lacks_gradients(self) -> bool:
+        """Return whether this rank has no gradient and no unreduced contribution, and there are other ranks."""
+        self.apply_user_grads()
+        return self._model_ranks.size > 1 and self._status is GradientStatus.FINAL and self.empty
+
+    def join_backward(self) -> None:
+        """Take part in a backward pass of other ranks, without gradients.
+
+        If no other rank runs a backward pass, all ranks must call this method. If other ranks wait for this rank in
+        another operation, such as a gather, all ranks soon raise an error.
+        """
+        with suspicious_waits():
+            self.begin(reduces=True)
+            self.finish([], reduces=True)
+            self.lazy_grad.resolve()
+        self.run_hooks()
 
     def _publish_when_agreed(self) -> None:
         """Wait until the ranks have agreed on the used parameters, and then publish each ``.grad``.

@@ -271,6 +271,7 @@ class Scheduler(Closable):
     def _begin_forward(self, entry: Unit) -> None:
         require_no_capture(self._mesh_info.device, f"the forward of {entry.label}")
         self._apply_user_changes("a forward")
+        self._refresher.record_pass()
         units = [unit for unit in self._units[1:] if unit.is_called_alike] if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
@@ -697,10 +698,18 @@ class Scheduler(Closable):
             if not self.is_held(unit):
                 unit.release()
 
-    def complete_gradients(self) -> None:
-        """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated."""
+    def complete_gradients(self, *, without_backward: bool = False) -> None:
+        """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated.
+
+        Args:
+            without_backward: True if this rank has run no backward pass since the last step. If it has no gradients,
+                it takes part in the backward pass of other ranks. All ranks must call this method.
+        """
         self.recover_interrupted_pass()
-        if self._gradients.complete():
+        if without_backward and self._gradients.lacks_gradients():
+            self.prepare_gathers()  # as the forward pass of the other ranks does
+            self._gradients.join_backward()
+        elif self._gradients.complete():
             self._gradients.run_hooks()
 
 

@@ -68,6 +68,11 @@ class WeightRefresher:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward, outside_step=outside_step).end()
 
+    def record_pass(self) -> None:
+        """Record that this rank begins a forward pass."""
+        for transport in self._transports:
+            transport.record_pass()
+
     def before_master_write(self, handles: Sequence[Handle] | None = None, *, outside_step: bool = True) -> None:
         """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
 

@@ -148,6 +148,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.inner = inner
         self._counted = StepCounter(lz_state.mesh_info.counters.steps)
         self._lz_state = lz_state
+        self._completed_backwards = lz_state.gradients.backwards  # number of backward passes up to the last step
         self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
@@ -235,7 +236,9 @@ class ShardedOptimizer(OptimizerProxy):
             return loss
         self._forget_new_state()
         self._is_used_by_torch = False
-        self._lz_state.scheduler.complete_gradients()
+        without_backward = self._lz_state.gradients.backwards == self._completed_backwards
+        self._lz_state.scheduler.complete_gradients(without_backward=without_backward)
+        self._completed_backwards = self._lz_state.gradients.backwards
         self._lz_state.gradients.settings.require_equal()
         self._lz_state.scheduler.no_sync_hint.note_step()
         if self.before_update is not None:

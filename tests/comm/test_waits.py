@@ -6,7 +6,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,25 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.comm import waits
 from tests.support.graphs import batch, blocks, one_pass, sgd, shard
+from tests.support.late_device import NAME, Device, register
 from tests.support.logs import logged
-from tests.support.ranks import run_ranks
+from tests.support.models import (
+    IntegerNet,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.wrapped_gloo import mesh_on
 
 ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the groups give up
 
 
 @contextmanager
 def _soon(ask: float = ASK, warn: float = 60.0) -> Iterator[None]:
-    values = {"_ASK_AFTER": ask, "_WARN_AFTER": warn, "_TICK": 0.1, "_PERIOD": 0.3}
+    values = {"_ASK_AFTER": ask, "_ASK_SOON": ask, "_WARN_AFTER": warn, "_TICK": 0.1, "_PERIOD": 0.3}
     with mock.patch.multiple(waits, **values):
         yield
 
@@ -151,7 +162,7 @@ CASES = [
     (2, 2, "off", "save", SAVE),
     (2, 2, "off", "save_async", SAVE),
     (2, 2, "off", "clip", NORM),
-    (2, 2, "off", "no backward", ORDERS),
+    (2, 2, "off", "no backward", "for rank 1; rank 1 waits in hop 1 of 'units.2' for rank 0"),
     (2, 1, "off", "goes on", REFRESH),
     (4, 2, "off", "evaluation", ORDERS),
     (4, 2, "off", "save", SAVE),
@@ -168,6 +179,56 @@ def test_ranks_that_wait_for_each_other_raise_the_same_error(
     messages = run_ranks(_runs, scenario, size, tmp_path, **settings)
     assert len(set(messages)) == 1 and messages[0].startswith("WaitCycleError: layerzero: "), messages
     assert expected in messages[0] and "if rank == 0: evaluate(model)" in messages[0], messages
+
+
+def _joins(rank: int, size: int, forward: bool) -> list[torch.Tensor]:
+    """Return the weights after four steps. Before two of them, the last rank runs no backward."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    for step in range(4):
+        inputs = integer_batch(step=step, rank=rank)
+        if step % 2 == 0 or rank != dist.get_world_size() - 1:
+            integer_loss(model, inputs).backward()
+        elif forward:
+            integer_loss(model, inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # no rank has gradients
+            optimizer.step()
+    return list(full_parameters(model).values())
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize(("world", "size", "shared_memory"), [(2, 1, "off"), (4, 1, "off"), (4, 2, None)])
+def test_a_rank_without_a_backward_before_a_step_contributes_zeros(
+    world: int, size: int, shared_memory: str | None, forward: bool
+) -> None:
+    plain = integer_net()
+    optimizer = exact_sgd(plain.parameters())
+    for step in range(4):
+        for rank in range(world - step % 2):
+            (integer_loss(plain, integer_batch(step=step, rank=rank)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    settings: dict[str, Any] = {"world_size": world, "shared_memory": shared_memory}
+    for weights in run_ranks(_joins, size, forward, **settings):
+        for weight, expected in zip(weights, plain.parameters(), strict=True):
+            assert torch.equal(weight, expected.detach())
+
+
+def _evaluates_in_shared_memory(rank: int) -> list[str]:
+    with logged() as lines:
+        model, optimizer = _trained()
+        _evaluates(model, optimizer, Path())
+        _evaluates(model, optimizer, Path())
+        return lines
+
+
+def test_an_evaluation_that_only_shared_memory_allows_is_warned_of_once() -> None:
+    first, *others = run_sharing(_evaluates_in_shared_memory, world_size=4)
+    (line,) = first
+    assert "rank 0 has run a forward pass that ranks [1] have not run" in line and "shared_memory='off'" in line, first
+    assert others == [[], [], []], others
 
 
 def _barrier() -> None:
@@ -189,6 +250,30 @@ def test_a_wait_in_a_barrier_of_the_program_is_found() -> None:
     assert "rank 1 waits in dist.barrier at test_waits.py:" in raised and raised.startswith("WaitCycleError"), raised
     assert " dist.barrier() for rank 0. Look for calls" in raised, raised
     assert message == "nothing was raised" and [f"WaitCycleError: {each}" for each in lines] == [raised], lines
+
+
+def _evaluates_on_a_device(rank: int) -> tuple[str, list[str]]:
+    """Evaluate on rank 0 alone where the host does not wait for collectives."""
+    register()
+    messages = []
+    with _soon(), logged() as lines, suppress(AssertionError), Device().installed():  # the emulation fails on rank 0
+        mesh = mesh_on(NAME, 2, timedelta(seconds=8))
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for step in range(2, 5):
+            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            messages.append(_message(lambda: [model(integer_batch(rank=0)[0]) for _ in range(2 if rank == 0 else 0)]))
+        messages.append(_message(lambda: integer_loss(model, integer_batch(rank=rank)).backward()))
+    return messages[-1], lines
+
+
+def test_ranks_that_wait_for_each_other_on_a_device_are_told() -> None:
+    (_, lines), (raised, _) = run_ranks(_evaluates_on_a_device, world_size=2, pg_timeout=20)
+    assert raised.startswith("WaitCycleError: ") and "different orders" in raised, raised
+    assert any(line in raised for line in lines), lines
 
 
 def _is_slow(rank: int, how: str) -> list[str]:
@@ -232,3 +317,18 @@ def _trains(rank: int) -> int:
 
 def test_nothing_is_asked_while_nothing_waits() -> None:
     assert run_ranks(_trains, world_size=2) == [0, 0]
+
+
+@pytest.mark.slow
+def test_it_takes_ten_seconds_by_default() -> None:
+    began = time.monotonic()
+    for message in run_ranks(_evaluates_by_default, world_size=2, pg_timeout=120, timeout=100):
+        assert message.startswith("WaitCycleError: ") and ORDERS in message, message
+    assert time.monotonic() - began < 100
+
+
+def _evaluates_by_default(rank: int) -> str:
+    model, optimizer = _trained()
+    message = _message(partial(_evaluates, model, optimizer, Path()))
+    _meet()
+    return message

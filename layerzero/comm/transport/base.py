@@ -230,6 +230,9 @@ class Transport(ABC):
         """Number of bytes of memory that the ranks of the ZeRO-3 group share, as counted by the operating system."""
         return 0
 
+    def record_pass(self) -> None:  # noqa: B027
+        """Record that this rank begins a forward pass."""
+
     def begin_write(self) -> None:  # noqa: B027
         """Wait until no peer reads the full buffers to which this rank will write; see [Note: Write rounds].
 

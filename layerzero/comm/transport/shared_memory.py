@@ -21,6 +21,7 @@ together. Before that, no rank reads weights, so writes need no wait.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.comm.collectives import (
@@ -65,7 +67,9 @@ TRAITS = TransportTraits(
     "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
 )
 _ARRIVED = FIRST_FREE_COUNTER
-_FIRST_HANDLE = _ARRIVED + 1
+_PASSES = _ARRIVED + 1
+_FIRST_HANDLE = _PASSES + 1
+_LOG = logging.getLogger("layerzero")
 _MORE = 5  # address space reserved for each handle in addition to the predicted buffers, in units of a full gradient
 
 
@@ -146,6 +150,9 @@ class SharedMemoryTransport(Transport):
     def shared_bytes(self) -> int:
         return self.barrier.memory.allocated_bytes
 
+    def record_pass(self) -> None:
+        self.barrier.record_pass()
+
     def begin_write(self) -> None:
         self.barrier.arrive_and_wait()
 
@@ -163,6 +170,8 @@ class WriteBarrier:
         self.memory = memory
         self._comm = comm
         self._rounds = 0
+        self._passes = 0
+        self._warns = True
         self._arrived = 0
         self._handles = 0
         self._used = 0  # bytes of the common part that are in use
@@ -194,6 +203,19 @@ class WriteBarrier:
             self._arrived += 1
             self.memory.counters.increment(_ARRIVED)
         self.wait(_ARRIVED, self._arrived, "")
+        if self._warns and (peers := self.memory.counters.absent(_PASSES, self._passes)):
+            self._warns = False
+            text = (
+                "layerzero: rank %d has run a forward pass that ranks %s have not run. This works only because they "
+                "share memory. With collectives, as on devices or with shared_memory='off', it is an error. Run the "
+                "same passes on all ranks (no `if rank == 0: evaluate(model)`)"
+            )
+            _LOG.warning(text, dist.get_rank(), peers)
+
+    def record_pass(self) -> None:
+        """Count a forward pass of this rank. Ranks that run more passes than others log a warning, once."""
+        self._passes += 1
+        self.memory.counters.increment(_PASSES)
 
     def end_round(self) -> None:
         """End the round, after all refreshes of the round have been launched."""
