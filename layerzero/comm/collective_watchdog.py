@@ -356,9 +356,9 @@ class Watchdog:
 
     def late_on_device(self, seconds: float) -> LaunchedCollective | None:
         """Return the oldest collective on the device if it has been pending for `seconds`, otherwise None."""
-        launch = self._oldest_pending(older_than=seconds)
-        is_late = launch is not None and launch.on_device and time.monotonic() - launch.since > seconds
-        return launch.launched if is_late and launch is not None else None
+        self._oldest_pending(older_than=seconds)  # removes completed launches
+        late = (each for each in self._in_flight.copy() if time.monotonic() - each.since > seconds)
+        return next((each.launched for each in late if each.on_device and not each.query_is_over()), None)
 
     def _answer(self, launch: Launch | None) -> _Answer:
         now, last = time.monotonic(), self._last

@@ -30,15 +30,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = [
-    "HINT",
-    "CollectiveError",
-    "RankStatus",
-    "diagnose",
-    "order_difference",
-    "publish_status",
-    "read_statuses",
-]
+__all__ = ["HINT", "CollectiveError", "RankStatus", "diagnose", "order_difference", "publish_status", "read_statuses"]
 
 _PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer

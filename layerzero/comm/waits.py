@@ -35,7 +35,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -47,7 +47,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
-from layerzero.comm.process_groups import current_groups, launch_counts
+from layerzero.comm.process_groups import current_groups
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
 
@@ -79,11 +79,11 @@ class WaitState:
     """
 
     doing: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     group: str = ""
     number: int = 0
     collective: str = ""
-    gathers: tuple[str, ...] = ()
+    gathers: Sequence[str] = ()
 
 
 class Wait(Protocol):
@@ -163,19 +163,14 @@ class RankWaits:
     asked: int  # number of requests to this rank before the answer was made
     stuck: bool  # see [Note: Ranks that wait for each other]
     at: str  # line of the program that the rank is running
-    waits: tuple[WaitState, ...]
-    counts: Mapping[str, int]  # number of launches, by group
-    recent: Mapping[str, Sequence[str]]  # purposes of the latest launches, by group
-    failed: Mapping[str, str] = field(default_factory=dict)  # by group: message of the error that has ended its waits
+    waits: Sequence[WaitState]
+    launches: Mapping[str, tuple[int, Sequence[str]]]  # by group: number of launches, purposes of the latest
+    failed: Mapping[str, str]  # by group: message of the error that has ended its waits
 
     @classmethod
     def parse(cls, text: str | bytes) -> RankWaits:
         entry = json.loads(text)
-        waits = [
-            WaitState(**wait | {"ranks": tuple(wait["ranks"]), "gathers": tuple(wait["gathers"])})
-            for wait in entry["waits"]
-        ]
-        return cls(**entry | {"waits": tuple(waits)})
+        return cls(**entry | {"waits": [WaitState(**wait) for wait in entry["waits"]]})
 
 
 Answers = Mapping[int, RankWaits]
@@ -190,8 +185,8 @@ def _absent(wait: WaitState, answers: Answers) -> set[int]:
 
 def _has_joined(wait: WaitState, answer: RankWaits) -> bool:
     """Return whether a rank has launched the collective of `wait`, and no other collective in its place."""
-    later = answer.counts.get(wait.group, 0) - wait.number
-    recent = answer.recent.get(wait.group, ())
+    launches, recent = answer.launches.get(wait.group, (0, ()))
+    later = launches - wait.number
     return later >= 0 and (later >= len(recent) or recent[-1 - later] == wait.collective)
 
 
@@ -307,17 +302,15 @@ class WaitMonitor:
                 waits.append(foreign)
             elif frame is not None and not _is_idle(frame):
                 running.append(thread)
-        on_device = [state for state in (each.state(store) for each in self._late_on_device()) if state]
+        on_device = [each.state(store) for each in self._late_on_device()]
         program = next((thread for thread in (*running, main) if thread not in own), main)
-        world = dist.distributed_c10d._world
-        counts = launch_counts()
-        for group in list(world.pg_map):
-            with suppress(RuntimeError):  # a backend that does not count
-                counts[f"torch/{group.group_name}"] = _launches_of(group)
-        recent = {held.name: tuple(held.log.recent) for held in current_groups()}
-        failed = {held.name: held.failure for held in current_groups() if held.failure}
+        groups = current_groups()
+        launches = {held.name: (held.log.launches, tuple(held.log.recent)) for held in groups}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            launches[f"torch/{group.group_name}"] = _launches_of(group), ()
+        failed = {held.name: held.failure for held in groups if held.failure}
         at, stuck = _where(frames.get(program.ident or 0)), bool(on_device) or not running
-        return RankWaits(asked, stuck, at, (*waits, *on_device), counts, recent, failed)
+        return RankWaits(asked, stuck, at, (*waits, *on_device), launches, failed)
 
     def _late_on_device(self) -> list[Wait]:
         models = [counters for ref in self._counters if (counters := ref()) is not None]
@@ -360,7 +353,8 @@ class WaitMonitor:
         answers = self._ask_all()
         self._next = time.monotonic() + _PERIOD
         own = answers[self._rank]
-        text = next((each for w in own.waits for p in w.ranks if (each := _failure(w, answers.get(p)))), "")
+        failures = [answers[p].failed.get(w.group, "") for w in own.waits for p in w.ranks if p in answers]
+        text = next(filter(None, failures), "")
         if not text and self._rank in (stuck := find_stuck(answers)):
             again = self._ask(stuck)
             if all(rank in again and again[rank].waits == answers[rank].waits for rank in stuck) and (
@@ -433,19 +427,17 @@ class WaitMonitor:
                     _LOG.warning(text, self._rank, seconds, wait.doing, rank, where)
 
 
-def _failure(wait: WaitState, answer: RankWaits | None) -> str:
-    return "" if answer is None else answer.failed.get(wait.group, "")
-
-
 def _is_idle(frame: FrameType) -> bool:
     """Return whether a thread waits for another thread of this process."""
     return frame.f_code is StreamThread.run.__code__ or frame.f_code.co_filename == threading.__file__
 
 
 def _launches_of(group: Any) -> int:
-    """Return the number of collectives that this rank has launched on a group, if the backend counts them."""
-    number: int = group._get_sequence_number_for_group()
-    return number
+    """Return the number of collectives that this rank has launched on a group, or 0 if the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def _foreign_wait(frame: FrameType) -> WaitState | None:
@@ -454,11 +446,8 @@ def _foreign_wait(frame: FrameType) -> WaitState | None:
     if code.co_filename != dist.distributed_c10d.__file__ or not code.co_name.startswith(_SYNCHRONIZING):
         return None
     group: Any = frame.f_locals.get("group") or dist.group.WORLD
-    try:
-        ranks, number = dist.get_process_group_ranks(group), _launches_of(group)
-    except (RuntimeError, KeyError):  # a backend that does not count
-        return None
-    return WaitState(f"dist.{code.co_name} at {_where(frame)}", tuple(ranks), f"torch/{group.group_name}", number)
+    ranks, name = tuple(dist.get_process_group_ranks(group)), f"torch/{group.group_name}"
+    return WaitState(f"dist.{code.co_name} at {_where(frame)}", ranks, name, _launches_of(group))
 
 
 def _is_library(file: str) -> bool:

@@ -260,20 +260,24 @@ def _evaluates_on_a_device(rank: int) -> tuple[str, list[str]]:
         mesh = mesh_on(NAME, 2, timedelta(seconds=8))
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        for step in range(2, 5):
-            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+
+        def train() -> None:
+            integer_loss(model, integer_batch(rank=rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+        for _ in range(3):
+            train()
         with torch.no_grad():
             messages.append(_message(lambda: [model(integer_batch(rank=0)[0]) for _ in range(2 if rank == 0 else 0)]))
-        messages.append(_message(lambda: integer_loss(model, integer_batch(rank=rank)).backward()))
+        messages.append(_message(lambda: [train() for _ in range(3)]))
     return messages[-1], lines
 
 
 def test_ranks_that_wait_for_each_other_on_a_device_are_told() -> None:
-    (_, lines), (raised, _) = run_ranks(_evaluates_on_a_device, world_size=2, pg_timeout=20)
-    assert raised.startswith("WaitCycleError: ") and "different orders" in raised, raised
-    assert any(line in raised for line in lines), lines
+    for message, lines in run_ranks(_evaluates_on_a_device, world_size=2, pg_timeout=20):
+        print(message[:500], [l[:500] for l in lines])
+    assert 0
 
 
 def _is_slow(rank: int, how: str) -> list[str]:
