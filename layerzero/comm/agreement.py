@@ -204,7 +204,7 @@ def _digest(value: object) -> str:
 def _read_verdict(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
     try:
         # The first rank itself may wait for the other ranks for up to the full timeout.
-        with waiting(NamedWait(subject, lambda _: [first_rank], [key])):
+        with waiting(NamedWait(subject, lambda connection: _ranks_without_key({first_rank: key}, connection), [key])):
             store.wait([key], 2 * timeout)
             raise_verdict()
     except (dist.DistNetworkError, WaitCycleError):
