@@ -1,0 +1,62 @@
+"""Which ranks can never continue, from the answers of ranks, without processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerzero.comm.waits import RankWaits, WaitState, find_stuck
+
+GATHER = {"row": (5, ["gather"])}  # launches on the group "row"
+
+
+def _answer(
+    *waits: WaitState, launches: dict[str, tuple[int, list[str]]] | None = None, stuck: bool = True
+) -> RankWaits:
+    return RankWaits(0, stuck, "train.py:1", waits, launches or {}, {})
+
+
+def _wait(group: str, number: int, *ranks: int, collective: str = "gather") -> WaitState:
+    return WaitState(collective, ranks, group, number, collective)
+
+
+def _absent(*ranks: int) -> WaitState:
+    return WaitState("checkpoint.save", ranks)
+
+
+IN_ROW = _wait("row", 5, 0, 1)
+CASES = {
+    "a gather and a save": ({0: _answer(IN_ROW, launches=GATHER), 1: _answer(_absent(0))}, {0, 1}),
+    "a gather and a slow rank": ({0: _answer(IN_ROW, launches=GATHER), 1: _answer(stuck=False)}, set()),
+    "a rank that does not answer": ({0: _answer(IN_ROW, launches=GATHER)}, set()),
+    "a gather that all ranks have joined": (
+        {0: _answer(IN_ROW, launches=GATHER), 1: _answer(IN_ROW, launches=GATHER)},
+        set(),
+    ),
+    "two collectives of one number": (
+        {
+            0: _answer(IN_ROW, launches=GATHER),
+            1: _answer(_wait("row", 5, 0, 1, collective="norm"), launches={"row": (5, ["norm"])}),
+        },
+        {0, 1},
+    ),
+    "three ranks in a ring": ({rank: _answer(_absent((rank + 1) % 3)) for rank in range(3)}, {0, 1, 2}),
+    "a rank that waits for a cycle": (
+        {rank: _answer(_absent(0 if rank == 2 else 1 - rank)) for rank in range(3)},
+        {0, 1, 2},
+    ),
+    "a chain that ends in a slow rank": (
+        {0: _answer(_absent(1)), 1: _answer(_absent(2)), 2: _answer(stuck=False)},
+        set(),
+    ),
+    # Rank 1 waits for rank 0, but a thread of it also waits for the slow rank 2, and may then do what rank 0 needs.
+    "a thread that waits for a slow rank": (
+        {0: _answer(_absent(1)), 1: _answer(_absent(0), _absent(2)), 2: _answer(stuck=False)},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_ranks_that_need_each_other_are_found(case: str) -> None:
+    answers, expected = CASES[case]
+    assert find_stuck(answers) == expected
