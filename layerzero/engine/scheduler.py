@@ -494,7 +494,8 @@ class Scheduler(Closable):
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
-            self.post_backward(later_call, None, reduces=call.unit.is_common)
+            same_mesh = later_call.unit.mesh_info is call.unit.mesh_info and not later_call.unit.is_common
+            self.post_backward(later_call, None, reduces=call.unit.is_common or same_mesh)
         if later_calls:
             self._prefetch_before(call)
 
