@@ -29,7 +29,8 @@ launched where all ranks that take part in them are at the same point of the pro
   innermost common unit that contains the other unit and has trainable parameters. When its calls have ended, the calls
   inside it have ended, too, on every rank. Without such a unit, the reduction is launched at the end of the pass.
 - If the mesh of the other unit has one replica, only the ranks of one ZeRO-3 group take part, and they call the same
-  units. The end of the unit's calls may then launch its reduction earlier.
+  units in the same order. The end of the unit's calls then launches its reduction, before those that precede it in the
+  order of handles.
 
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
@@ -45,7 +46,7 @@ it. Several handles share the device slabs and the host accumulators. If a model
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from layerzero.device.streams import ReductionStreams, Waitable
@@ -82,7 +83,7 @@ class ReductionQueue:
         self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_scratch)}
         lasting = all(each.accumulator.storage.lasting for each in self.order)
         self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
-        self._next = 0  # index in `order` of the first handle that this pass has not started
+        self._waiting = dict.fromkeys(self.order)  # handles that this pass has not started, in order
         self._unit_calls = 0  # calls of units in forward passes since the last backward pass
         self._expected_unit_calls = 0  # the same number before the last backward pass
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
@@ -90,37 +91,47 @@ class ReductionQueue:
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
 
-    def start_ready(self, *, across_replicas: bool, is_common: bool = True) -> None:
+    def start_ready(self, *, across_replicas: bool) -> None:
         """Start the reductions of the next handles in order, up to the first handle that is not ready.
 
-        Args:
-            is_common: True if all ranks reach this point of the program. See [Note: Reductions on several meshes].
+        All ranks must be at the same point of the program.
         """
-        count = 0
-        for number, gradients in enumerate(self.order[self._next :], 1):
-            is_inner = gradients in self._inner
-            may_start = is_common or (is_inner and gradients.mesh_info.replicas == 1)
-            if not (may_start and gradients.pending_slots.all_ready):
+        ready: list[HandleGradients] = []
+        inner: list[HandleGradients] = []  # they start together with the next common handle
+        for gradients in self._waiting:
+            if gradients.pending_slots.all_ready:
+                inner.append(gradients)
+            elif gradients not in self._inner or gradients.mesh_info.replicas > 1:
                 break
-            if not (is_common and is_inner):  # an inner handle starts together with the next common one
-                count = number
-        for _ in range(count):
-            self._start_reduction(self._next_reduction(across_replicas=across_replicas))
+            if gradients not in self._inner:
+                ready, inner = ready + inner, []
+        for gradients in ready:
+            self._start(gradients, across_replicas=across_replicas)
+
+    def start_inner(self, ended: Iterable[HandleGradients | None], *, across_replicas: bool) -> None:
+        """Start the reductions of those handles in `ended` that are ready, before the handles that precede them.
+
+        Only the ranks of the handles' mesh, which has one replica, must be at the same point of the program. See
+        [Note: Reductions on several meshes].
+        """
+        for gradients in ended:
+            if gradients in self._waiting and gradients.pending_slots.all_ready:
+                self._start(gradients, across_replicas=across_replicas)
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start the reductions of the remaining handles, and end the pass.
 
         Wait for all reductions, unless [Note: End of a backward pass inside no_sync] applies.
         """
-        while self._next < len(self.order):
-            self._start_reduction(self._next_reduction(across_replicas=across_replicas))
+        for gradients in list(self._waiting):
+            self._start(gradients, across_replicas=across_replicas)
         if across_replicas or self._waits_after_no_sync:
             self.wait_for_in_flight()
         else:
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
                     self.streams.keep_until_done(gradients.accumulator.storage.stored_tensor())
-        self._next = 0
+        self._waiting = dict.fromkeys(self.order)
         if self._unit_calls:
             self._expected_unit_calls, self._unit_calls = self._unit_calls, 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
@@ -173,14 +184,12 @@ class ReductionQueue:
         with suppress(Exception):
             self.wait_for_in_flight()
         self.streams.record_gradients_event().wait()
-        self._next = 0
+        self._waiting = dict.fromkeys(self.order)
 
-    def _next_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the reduction of the next handle, or None if the handle needs no collective."""
-        gradients = self.order[self._next]
-        self._next += 1
+    def _start(self, gradients: HandleGradients, *, across_replicas: bool) -> None:
+        del self._waiting[gradients]
         self._prepare(gradients)
-        return gradients.create_reduction(across_replicas=across_replicas)
+        self._start_reduction(gradients.create_reduction(across_replicas=across_replicas))
 
     def _prepare(self, gradients: HandleGradients) -> None:
         self._reducing.append(gradients)

@@ -517,15 +517,20 @@ class Scheduler(Closable):
         Args:
             called: True if the forward pass has called the units of `handles`. Only such handles are added to the order
                 of arrival.
-            is_common: see :meth:`ReductionQueue.start_ready`.
+            is_common: True if all ranks reach this point of the program. See [Note: Reductions on several meshes].
         """
-        for handle in [each for ended in handles for each in (*self._gradients.inner_handles(ended), ended)]:
+        ended = [each for handle in handles for each in (*self._gradients.inner_handles(handle), handle)]
+        for handle in ended:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
                 gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
                 if gradients.pending_slots.all_ready and called:
                     backward.completed_handles[handle] = None
-        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync, is_common=is_common)
+        queue, across_replicas = self._gradients.queue, backward.requires_gradient_sync
+        if is_common:
+            queue.start_ready(across_replicas=across_replicas)
+        else:
+            queue.start_inner((handle.gradients for handle in ended), across_replicas=across_replicas)
 
     def _reduce_remaining(self, backward: BackwardPass) -> None:
         """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""

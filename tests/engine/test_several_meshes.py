@@ -72,8 +72,7 @@ def _memory(rank: int) -> None:
             optimizer.zero_grad()
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, (expert_size, size)
-    for ep, kind in itertools.product((1, 2), ("nested", "frozen")):
-        size, expert_size = 4, 2
+    for (ep, size, expert_size), kind in itertools.product(((1, 4, 2), (2, 4, 2)), ("nested", "frozen", "flat")):
         own, _ = experts_mesh(expert_size, ep)
         mesh, units = expert_mesh_of(layerzero.init_mesh(size), own), expert_units(kind)
         model = layerzero.shard_model(ExpertNet(kind), mesh=mesh, units=units, accumulation="sharded")
