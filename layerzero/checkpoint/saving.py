@@ -34,6 +34,7 @@ from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import group_count_fields, torch_registration
+from layerzero.comm.waits import may_wait
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -182,6 +183,7 @@ class PendingSave:
         self._thread.start()
 
     def _write_in_thread(self, write: Callable[[], None]) -> None:
+        may_wait()
         try:
             write()
         except BaseException as error:

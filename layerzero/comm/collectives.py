@@ -353,9 +353,10 @@ class PendingCollective:
 
     def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
         launched = self.launched
-        # A timeout of a single send or receive would end it.
-        in_slices = launched.communicator.is_gloo and launched.collective is not Collective.SNAPSHOT
-        with nullcontext() if launched.communicator.uses_streams else waiting(launched):
+        # A timeout of a single send or receive would end it, and ranks make different numbers of these.
+        is_pair = launched.collective is Collective.SNAPSHOT
+        in_slices = launched.communicator.is_gloo and not is_pair
+        with nullcontext() if is_pair or launched.communicator.uses_streams else waiting(launched):
             for work in self.each:
                 while in_slices and isinstance(work, dist.Work) and not work.is_completed():
                     if launched.verdict:

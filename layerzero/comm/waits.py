@@ -26,6 +26,7 @@ wait ends when the process of another rank ends. Waits of layerzero end within `
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import linecache
 import logging
@@ -33,9 +34,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -47,11 +48,20 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
-from layerzero.comm.process_groups import current_groups
+from layerzero.comm.process_groups import Reservation, current_groups
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
 
-__all__ = ["NamedWait", "WaitCycleError", "WaitState", "monitor_waits", "raise_verdict", "suspicious_waits", "waiting"]
+__all__ = [
+    "NamedWait",
+    "WaitCycleError",
+    "WaitState",
+    "may_wait",
+    "monitor_waits",
+    "raise_verdict",
+    "suspicious_waits",
+    "waiting",
+]
 
 SLICE = 0.5  # seconds after which a waiting thread looks for a verdict
 _ASK_AFTER, _ASK_SOON, _WARN_AFTER = 10.0, 1.0, 60.0  # seconds
@@ -62,6 +72,7 @@ _SYNCHRONIZING = ("barrier", "all_", "_all_", "reduce_scatter", "_reduce_scatter
 _STANDARD_LIBRARY, _TORCH, _LAYERZERO = (
     str(path) for path in (Path(threading.__file__).parent, Path(torch.__file__).parent, Path(__file__).parents[1])
 )
+_WAIT_FOR_STREAMS = {StreamThread.run.__code__.co_filename, Reservation.wait.__code__.co_filename}
 _LOG = logging.getLogger("layerzero")
 
 
@@ -73,7 +84,8 @@ class WaitState:
         doing: name of the operation, for messages.
         ranks: ranks of the collective. If `group` is empty, the ranks that are absent.
         group: name of the group of the collective.
-        number: number of collectives that a rank has launched on the group once it has joined the collective.
+        number: number of collectives that a rank has launched on the group once it has joined the collective. If
+            `group` is empty, number of the wait in its process.
         collective: purpose of the collective.
         gathers: for a gather, names of the last gathered units.
     """
@@ -110,9 +122,10 @@ class NamedWait:
     absent: Callable[[Store], Iterable[int]]
     keys: Sequence[str] = ()
     verdict: str = ""
+    number: int = field(default_factory=itertools.count(1).__next__)
 
     def state(self, store: Store) -> WaitState:
-        return WaitState(self.doing, tuple(self.absent(store)))
+        return WaitState(self.doing, tuple(self.absent(store)), number=self.number)
 
 
 class WaitCycleError(CollectiveError):
@@ -123,7 +136,7 @@ class WaitCycleError(CollectiveError):
 
 
 _suspicious: set[threading.Thread] = set()
-_waits: dict[threading.Thread, Wait | None] = {}  # current wait of each thread that has ever waited
+_waits: dict[threading.Thread, Wait | None] = {}  # current wait of each thread that launches collectives
 
 
 @contextmanager
@@ -136,6 +149,11 @@ def waiting(wait: Wait) -> Iterator[None]:
         yield
     finally:
         _waits[thread] = outer
+
+
+def may_wait() -> None:
+    """Record that the calling thread launches collectives, so that its rank is not stuck while the thread runs."""
+    _waits.setdefault(threading.current_thread(), None)
 
 
 @contextmanager
@@ -294,13 +312,14 @@ class WaitMonitor:
         frames, main = sys._current_frames(), threading.main_thread()
         own = [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
         waits, running = [], []
-        for thread in dict.fromkeys([main, *_waits.copy(), *own]):
+        threads = dict.fromkeys([main, *_waits.copy(), *own])
+        for thread in threads:
             frame = frames.get(thread.ident or 0)
             if (wait := _waits.get(thread)) is not None:
                 waits.append(wait.state(store))
             elif frame is not None and (foreign := _foreign_wait(frame)) is not None:
                 waits.append(foreign)
-            elif frame is not None and not _is_idle(frame):
+            elif frame is not None and not _is_idle(frame, threads):
                 running.append(thread)
         on_device = [each.state(store) for each in self._late_on_device()]
         program = next((thread for thread in (*running, main) if thread not in own), main)
@@ -427,9 +446,21 @@ class WaitMonitor:
                     _LOG.warning(text, self._rank, seconds, wait.doing, rank, where)
 
 
-def _is_idle(frame: FrameType) -> bool:
-    """Return whether a thread waits for another thread of this process."""
-    return frame.f_code is StreamThread.run.__code__ or frame.f_code.co_filename == threading.__file__
+def _is_idle(frame: FrameType | None, threads: Collection[threading.Thread]) -> bool:
+    """Return whether a thread waits, without a timeout, for operations of a stream or for the end of one of `threads`.
+
+    A thread that waits for other threads, such as those of a data loader, may continue at any time.
+    """
+    code = frame.f_code if frame is not None else None
+    if code is StreamThread.run.__code__:
+        return True
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        if frame.f_locals.get("timeout", -1) not in (None, -1):
+            return False
+        if frame.f_code is threading.Thread.join.__code__:
+            return frame.f_locals["self"] in threads
+        frame = frame.f_back
+    return frame is not None and frame.f_code is not code and frame.f_code.co_filename in _WAIT_FOR_STREAMS
 
 
 def _launches_of(group: Any) -> int:

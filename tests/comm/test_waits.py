@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import warnings
@@ -20,7 +21,9 @@ from torch import nn
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.checkpoint import saving
 from layerzero.comm import waits
+from layerzero.comm.agreement import require_equal
 from tests.support.graphs import batch, blocks, one_pass, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.logs import logged
@@ -307,6 +310,52 @@ def test_a_slow_rank_is_waited_for_and_one_warning_says_where_it_is(how: str, sh
     source = "time.sleep(2)" if how == "sleeps" else "thread.join()"
     assert len(first) == 2 and not second, (first, second)
     assert all("Rank 1 has not joined: it is at test_waits.py:" in line and source in line for line in first), first
+
+
+def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
+    """Let rank 0 and a thread of the other rank wait, while nothing but a thread of this program is late."""
+    with _soon():
+        model, optimizer = _trained()
+        if how == "save":
+            pending = _slow_save(model, optimizer, folder, seconds=2.0 * rank)
+            if rank == 0:
+                pending.wait()
+            _step(model, optimizer, 2)
+            pending.wait()
+            return 0
+        agree = partial(require_equal, "agreement of a thread", {}, ranks=range(2))
+        if rank == 0:
+            _step(model, optimizer, 2)
+            agree()
+            return 0
+        agreeing = threading.Thread(target=agree)
+        agreeing.start()
+        loaded: queue.Queue[torch.Tensor] = queue.Queue()
+        loading = threading.Timer(2.0, loaded.put, [batch(1, 2)])
+        loading.start()
+        if how == "queue":
+            loaded.get()
+        else:
+            loading.finished.wait()
+        _step(model, optimizer, 2)
+        agreeing.join()
+        return 0
+
+
+def _slow_save(model: nn.Module, optimizer: Any, folder: Path, *, seconds: float) -> checkpoint.PendingSave:
+    write = saving._write_staged
+
+    def write_late(*arguments: Any) -> None:
+        time.sleep(seconds)
+        write(*arguments)
+
+    with mock.patch.object(saving, "_write_staged", write_late):
+        return checkpoint.save_async(folder / "step-2", model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["queue", "event", "save"])
+def test_a_rank_that_waits_for_its_own_threads_is_not_stuck(how: str, tmp_path: Path) -> None:
+    assert run_ranks(_late_through_a_thread, how, tmp_path, world_size=2, pg_timeout=60, shared_memory="off") == [0, 0]
 
 
 def _trains(rank: int) -> int:
