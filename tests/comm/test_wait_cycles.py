@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from unittest import mock
 
-from layerzero.comm.waits import RankWaits, WaitState, find_stuck
+import pytest
+import torch.distributed as dist
+
+from layerzero.comm.waits import NamedWait, RankWaits, WaitMonitor, WaitState, find_stuck
 
 GATHER = {"row": (5, ["gather"])}  # launches on the group "row"
 
@@ -48,6 +52,8 @@ CASES = {
         {0: _answer(_absent(1)), 1: _answer(_absent(2)), 2: _answer(stuck=False)},
         set(),
     ),
+    "a rank with a thread that runs": ({0: _answer(_absent(1)), 1: _answer(_absent(0), stuck=False)}, set()),
+    "a rank that waits for nothing": ({0: _answer(_absent(1)), 1: _answer()}, set()),
     # Rank 1 waits for rank 0, but a thread of it also waits for the slow rank 2, and may then do what rank 0 needs.
     "a thread that waits for a slow rank": (
         {0: _answer(_absent(1)), 1: _answer(_absent(0), _absent(2)), 2: _answer(stuck=False)},
@@ -60,3 +66,15 @@ CASES = {
 def test_only_ranks_that_need_each_other_are_found(case: str) -> None:
     answers, expected = CASES[case]
     assert find_stuck(answers) == expected
+
+
+def test_ranks_are_stuck_only_if_their_waits_lasted_at_the_same_time() -> None:
+    """Answer a second time from the same wait of rank 1, or from a later wait with the same description."""
+    store = dist.HashStore()
+    first, later = (NamedWait("hop 1", lambda _: [0]).state(store) for _ in range(2))
+    for again, expected in ((first, True), (later, False)):
+        monitor = mock.Mock(_rank=0, _since={}, _next=0.0, _warned=0.0)
+        answers = {0: _answer(_absent(1)), 1: _answer(first)}
+        monitor._ask_all.return_value, monitor._ask.return_value = answers, answers | {1: _answer(again)}
+        WaitMonitor._check(monitor, time.monotonic())
+        assert monitor._accept.called is expected
