@@ -239,7 +239,9 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    # A module that torch.compile returns has a forward of its own.
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _units_by_predicate(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -328,3 +329,38 @@ def test_what_cannot_be_sharded_so_is_refused_on_every_rank(name: str, said: lis
     for rank, of_rank in enumerate(said):
         for part in REFUSED[name]:
             assert part in of_rank[name], f"rank {rank}: {of_rank[name] or 'nothing was raised'}"
+
+
+def _compiled(rank: int) -> None:
+    choices: list[Callable[[nn.Module], Any]] = [
+        lambda model: [model.first, model.head],
+        lambda model: ["first"],
+        lambda model: [[model.first, model.second]],
+        lambda model: lambda name, module: name == "first",
+        lambda model: {nn.Linear},
+        lambda model: None,
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # of Dynamo
+        for index, choose in enumerate(choices):
+            model, net = integer_net(), integer_net()
+            for name in IntegerNet.UNITS:
+                setattr(model, name, torch.compile(getattr(model, name), backend="eager"))
+            whole = torch.compile(model, backend="eager") if index == 5 else model
+            layerzero.shard_model(whole, mesh=mesh_of(2), units=choose(model))
+            train(whole, layerzero.shard_optimizer(exact_sgd(whole.parameters()), whole), rank, range(2))
+            alone = exact_sgd(net.parameters())
+            for step in range(2):
+                integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(2)])).backward()
+                alone.step()
+                alone.zero_grad()
+            state = {
+                name.replace("_orig_mod.", ""): t
+                for name, t in layerzero.full_state_dict(whole, rank0_only=False).items()
+            }
+            assert all(torch.equal(state[name], parameter) for name, parameter in net.named_parameters()), index
+
+
+@pytest.mark.slow
+def test_compiled_modules_may_be_units() -> None:
+    run_ranks(_compiled, world_size=2)
