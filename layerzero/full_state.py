@@ -260,7 +260,7 @@ def _write_back(
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
         assert full is not None
         with torch.no_grad():
-            member.sharded.grad._local_tensor.copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
+            member.sharded.grad.to_local().copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
 
 
 def _broadcast_full(lz_state: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:

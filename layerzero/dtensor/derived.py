@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerzero.dtensor.local_shard import outside_dtensor
 from layerzero.dtensor.op_errors import named_error, penalty_message
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
@@ -49,19 +50,22 @@ class Derived(DTensor):
                 raise named_error(error, func, derived.origin) from error
         return set_origin(result, derived.origin)
 
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        return outside_dtensor(super().to_local(grad_placements=grad_placements))
+
 
 def set_origin(made: Any, origin: RowShardSpec) -> Any:
-    """Convert each DTensor in `made` that has a ``grad_fn`` to :class:`Derived` in place, and return `made`."""
-    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+    """Convert each DTensor in `made` to :class:`Derived` in place, and return `made`."""
+    if type(made) not in (DTensor, tuple, list):
         return made
     return tree_map_only(DTensor, partial(_set_origin, origin), made)
 
 
 def _set_origin(origin: RowShardSpec, result: DTensor) -> DTensor:
-    if type(result) is DTensor and result.grad_fn is not None:
+    if type(result) is DTensor:
         result.__class__ = Derived
         result.origin = origin  # type: ignore[attr-defined]
-        if result.ndim == 0 and origin.shape and not origin.is_fully_local:
+        if result.grad_fn is not None and result.ndim == 0 and origin.shape and not origin.is_fully_local:
             result.register_hook(partial(_raise_penalty_error, origin))  # type: ignore[no-untyped-call]
     return result
 

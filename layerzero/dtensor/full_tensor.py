@@ -101,14 +101,10 @@ def _rows_of_foreign(value: DTensor, spec: RowShardSpec) -> Tensor:
         all_gather(comm, Collective.METADATA, gathered_counts, counts).wait()
         counts = gathered_counts
     sizes = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
-    if sizes == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
+    if sizes == list(spec.row_counts):
         return local
-    lengths = [
-        each
-        for rows in _chunk_sizes(spec.num_rows, mesh_info.zero3_size)
-        for each in _chunk_sizes(rows, mesh_info.replicas)
-    ]
-    if sizes != lengths:
+    lengths = spec.torch_row_counts
+    if sizes != list(lengths):
         raise ValueError(
             f"{spec.name!r} was given a DTensor of which the ranks have {sizes} of {spec.num_rows} rows, which matches "
             "neither layerzero's row bounds nor torch's. Pass the full tensor on all ranks, or load through "
@@ -116,9 +112,3 @@ def _rows_of_foreign(value: DTensor, spec: RowShardSpec) -> Tensor:
         )
     full = replace(spec, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
     return full.view(spec.stored_shape)[spec.rows.start : spec.rows.stop]
-
-
-def _chunk_sizes(rows: int, pieces: int) -> list[int]:
-    """Return the number of rows in each piece that `torch.chunk` would return."""
-    max_rows = -(-rows // pieces)
-    return [max(0, min(max_rows, rows - i * max_rows)) for i in range(pieces)]

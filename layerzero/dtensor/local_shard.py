@@ -1,11 +1,23 @@
 """Define :class:`LocalShard`, the local tensor of a sharded parameter. It contains this rank's rows.
 
 See [Note: Uneven rows in a DTensor] in `layerzero.dtensor.sharded_tensor`.
+
+[Note: Decisions about rows]
+If only some ranks raised an error, the others would wait for them in their next collective. Therefore a refusal must
+not depend on this rank's rows. DTensor computes local sizes for torch's own sharding
+(``RowShardSpec.torch_row_counts``), and torch notices nothing on a rank that happens to have as many rows. Therefore a
+LocalShard knows which of its dims has the rows. Operations that are not element-wise are first called on the meta
+device with a number of rows that no rank has. If this call fails, the operation assumes torch's sharding, and all ranks
+raise an error. Otherwise its result shows which dim of the result has the rows. In an element-wise operation, a plain
+tensor is replicated, or torch has sharded it. It may be broadcast along the rows unless torch's sharding gives one row
+to a rank, because the plain tensor might be such a row. ``to_local()`` returns rows outside of a DTensor, for which no
+other rank takes part in an operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -16,11 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.op_errors import even_sharding_message, row_move_message
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["LocalShard", "local_shard", "plain"]
+__all__ = ["LocalShard", "ToLocal", "local_shard", "outside_dtensor", "plain"]
 
 
 class LocalShard(torch.Tensor):
@@ -28,13 +41,17 @@ class LocalShard(torch.Tensor):
 
     spec: RowShardSpec
     tracker: MutationTracker | None
+    row_dim: int | None  # dim of the rows, counted from the last; None outside of a DTensor, and if there are no rows
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, spec: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
+    def __new__(
+        cls, plain: Tensor, spec: RowShardSpec, watch: MutationTracker | None, row_dim: int | None = 0
+    ) -> LocalShard:
         rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
         rows.spec, rows.tracker = spec, watch
+        rows.row_dim = None if row_dim is None else max(row_dim or -plain.ndim, -plain.ndim)
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -55,6 +72,7 @@ class LocalShard(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
+            row_dims = _row_dims(func, shard, args, kwargs)
             output = neutral_result(func, args, kwargs)
             if output is None:
                 output = func(*args, **kwargs)
@@ -62,20 +80,24 @@ class LocalShard(torch.Tensor):
             return output
         aliases = any(result.alias_info is not None for result in func._schema.returns)
         tracker = shard.tracker if aliases else None
-        return tree_map_only(
-            Tensor, lambda t: t if isinstance(t, cls) else shard._wrap_result(func, t, tracker), output
-        )
+        return tree_map_only(Tensor, lambda t: shard._wrap_result(func, t, tracker, next(row_dims)), output)
 
-    def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None) -> Tensor:
+    def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None, row_dim: int | None) -> Tensor:
         """Wrap a result of `func`, which was called with these rows; see [Note: Partial scalars]."""
+        if isinstance(result, LocalShard):
+            return result
         if result.ndim:
-            return LocalShard(result, self.spec, tracker)
+            return LocalShard(result, self.spec, tracker, row_dim)
         if self.spec.is_fully_local:
             return result
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalShard:
         return type(self)(rows, self.spec, None)
+
+    def view_as(self, other: Tensor) -> LocalShard:  # type: ignore[override]
+        """Return an alias of `self` outside of a DTensor. Only :meth:`DTensor.to_local` calls this method."""
+        return LocalShard(plain(self), self.spec, self.tracker, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """Return a copy without a tracker."""
@@ -135,12 +157,35 @@ class LocalShard(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         # A load writes to the returned tensor, so the tensor must be tracked. A 0-dim parameter has no tracked view,
         # but the write to it was recorded when the load was planned.
-        return self if self.spec.shape else plain(self).view(())
+        return outside_dtensor(self) if self.spec.shape else plain(self).view(())
 
 
 def local_shard(tensor: DTensor) -> LocalShard:
     """Return the local tensor of a sharded tensor."""
     return cast(LocalShard, tensor._local_tensor)
+
+
+class ToLocal(torch.autograd.Function):
+    """Alias of a DTensor's rows outside of a DTensor. The gradient is sharded like the DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.spec, ctx.row_spec = tensor._spec, local_shard(tensor).spec
+        return outside_dtensor(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with torch._C._DisableTorchDispatch():  # the gradient is a plain tensor, a LocalShard or a PartialScalar
+            rows = LocalShard(gradients[0].as_subclass(torch.Tensor), ctx.row_spec, None)
+        return DTensor(rows, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def outside_dtensor(local: Tensor) -> Tensor:
+    """Return an alias of a DTensor's local tensor that may be combined with plain tensors of the same local shape.
+
+    See [Note: Decisions about rows].
+    """
+    return local.view_as(local) if isinstance(local, LocalShard) and local.row_dim is not None else local
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -159,6 +204,10 @@ def _accessible_rows(rows: LocalShard) -> Tensor:
     return plain(rows)
 
 
+_LISTS = ("_foreach", "_fused")
+_MANY_ROWS = 999_983  # a prime number, so that dims that are multiples of it contain the rows
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")  # they would allocate memory if given a device
+_SAME_ROWS = {f"aten::{name}" for name in ("detach", "alias", "clone", "copy_", "_to_copy", *_LIKE)}
 _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
@@ -170,28 +219,30 @@ def _refuse_misaligned(func: Any, rows: LocalShard, args: Sequence[Any], kwargs:
     """
     name, values = func._schema.name, [*args, *kwargs.values()]
     elementwise = torch.Tag.pointwise in func.tags or name == "aten::copy_"
-    if func.__name__.startswith(("_foreach", "_fused")):
+    if func.__name__.startswith(_LISTS):
         lists = [value for value in values if isinstance(value, (list, tuple)) and value]
         for corresponding in zip(*lists, strict=False):
-            _require_same_rows(func, [each for each in corresponding if isinstance(each, LocalShard)], elementwise=True)
+            _require_same_rows(func, [each for each in corresponding if isinstance(each, Tensor)], elementwise=True)
         return
     if name in ("aten::stack", "aten::cat"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         if name == "aten::stack" or dim % max([1, *(tensor.ndim for tensor in args[0])]):
             values = list(args[0])
-    direct = [value for value in values if isinstance(value, Tensor)]
-    _require_same_rows(func, [each for each in direct if isinstance(each, LocalShard)], elementwise=elementwise)
-    for other in direct if elementwise else ():
-        if not isinstance(other, LocalShard) and other.ndim >= rows.ndim and other.shape != rows.shape:
+    _require_same_rows(func, [value for value in values if isinstance(value, Tensor)], elementwise=elementwise)
+
+
+def _require_same_rows(func: Any, tensors: Sequence[Tensor], *, elementwise: bool) -> None:
+    shards = [tensor for tensor in tensors if isinstance(tensor, LocalShard)]
+    for other in tensors if elementwise and shards else ():
+        if not isinstance(other, LocalShard) and _is_misaligned(shards[0], other):
+            rows = shards[0]
             raise ValueError(
                 f"{func.__name__} mixes parameter {rows.spec.name!r} (rows {rows.spec.rows} on this rank) with a "
                 f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(rows.shape)}). "
-                "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). Compute a "
-                "penalty on parameters from this rank's rows, p.to_local(), so that each row counts once"
+                "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). To use a value "
+                "of each column, as in p - p.mean(0), leave out keepdim. Compute a penalty on parameters from this "
+                "rank's rows, p.to_local(), so that each row counts once"
             )
-
-
-def _require_same_rows(func: Any, shards: Sequence[LocalShard], *, elementwise: bool) -> None:
     for other in shards[1:]:
         # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
         if other.spec is shards[0].spec or other.spec.same_sharding(shards[0].spec):
@@ -202,6 +253,58 @@ def _require_same_rows(func: Any, shards: Sequence[LocalShard], *, elementwise: 
                 "rank does not have the same rows of both. Call full_tensor() of both on all ranks, or read the model "
                 "inside layerzero.unsharded(model)"
             )
+
+
+def _is_misaligned(rows: LocalShard, other: Tensor) -> bool:
+    """Return whether any rank might pair its rows with the wrong rows of `other`, which is not a LocalShard.
+
+    See [Note: Decisions about rows].
+    """
+    spec = rows.spec
+    if rows.row_dim is None:
+        return other.ndim >= rows.ndim and other.shape != rows.shape
+    if other.ndim < -rows.row_dim or spec.row_counts == spec.torch_row_counts:
+        return False
+    return other.shape[rows.row_dim] != 1 or 1 in spec.torch_row_counts
+
+
+def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[int | None]:
+    """Yield the `row_dim` of each tensor that `func` returns. See [Note: Decisions about rows].
+
+    Raises:
+        RuntimeError: `func` assumes torch's own sharding, and ranks have other rows.
+        NotImplementedError: `func` combines rows, or it fails on ranks without rows.
+    """
+    name, spec, row_dim = func._schema.name, rows.spec, rows.row_dim
+    has_same_rows = torch.Tag.pointwise in func.tags or func.__name__.startswith(_LISTS) or name in _SAME_ROWS
+    if row_dim is None or spec.is_fully_local or has_same_rows or func.namespace != "aten":
+        return repeat(row_dim)
+
+    def resize(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if isinstance(tensor, LocalShard) and tensor.row_dim is not None:
+            shape[tensor.row_dim] = _MANY_ROWS
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    on_meta, options = tree_map_only(Tensor, resize, (args, kwargs))
+    try:
+        results = [leaf for leaf in tree_leaves(func(*on_meta, **options)) if isinstance(leaf, Tensor)]
+    except NotImplementedError:  # not available on the meta device
+        return repeat(row_dim)
+    except (RuntimeError, IndexError) as error:
+        if spec.row_counts == spec.torch_row_counts:
+            return repeat(row_dim)
+        raise RuntimeError(even_sharding_message(func, spec)) from error
+    dims = [
+        next((i - t.ndim for i, size in enumerate(t.shape) if size % _MANY_ROWS == 0 < size), None) for t in results
+    ]
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    keeps_rows = any(dim == row_dim and t.ndim == rows.ndim for dim, t in zip(dims, results, strict=True))
+    is_along_rows = named.get("dim") in (row_dim, row_dim + rows.ndim) and keeps_rows and not is_view
+    if is_along_rows or name == "aten::aminmax":  # torch cannot compute the latter without rows
+        raise NotImplementedError(row_move_message(func.__name__, spec))
+    return iter(dims)
 
 
 def _check_and_record_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ __all__ = [
     "even_sharding_message",
     "named_error",
     "no_gradient_message",
+    "not_gathered_message",
     "penalty_message",
     "row_move_message",
 ]
@@ -47,7 +48,8 @@ def penalty_message(spec: RowShardSpec) -> str:
     )
 
 
-def _not_gathered_message(func: Any, spec: RowShardSpec) -> str:
+def not_gathered_message(func: Any, spec: RowShardSpec) -> str:
+    """Return the error message for an operation on a plain tensor and a parameter that is not gathered."""
     return (
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
         f"{len(spec.rows)} of {spec.num_rows} rows. A parameter is gathered only while the forward of its unit runs. "
@@ -78,7 +80,7 @@ def no_gradient_message(spec: RowShardSpec) -> str:
 
 
 _EXPLAINED = {  # keyed by a substring of torch's error message
-    "mixed torch.Tensor and DTensor": _not_gathered_message,
+    "mixed torch.Tensor and DTensor": not_gathered_message,
     "is invalid for input of size": even_sharding_message,
     "must match the existing size": even_sharding_message,
 }

@@ -73,7 +73,8 @@ def assign_data(target: DTensor, value: Tensor) -> None:
         value_rows is None
         or value_spec is None
         or not spec.same_sharding(value_spec)
-        or (value_rows.shape, value_rows.dtype, value_rows.device) != (rows.shape, rows.dtype, rows.device)
+        or (value.shape, value_rows.row_dim) != (target.shape, rows.row_dim)
+        or (value_rows.dtype, value_rows.device) != (rows.dtype, rows.device)
     ):
         raise ValueError(
             f".data of parameter {spec.name!r} ({list(spec.shape)}, {rows.dtype} on {rows.device}), of which this rank "

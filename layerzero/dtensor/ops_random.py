@@ -126,12 +126,15 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     full_tensors: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: (argument, rows of the argument)
 
     def make_full(argument: Tensor) -> Tensor:
-        rows = getattr(argument, "_local_tensor", argument)
+        rows: Any = getattr(argument, "_local_tensor", argument)
         spec: RowShardSpec | None = getattr(rows, "spec", None)
         if spec is None:
             return argument
-        if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not rows.is_contiguous():  # for example transposed
+        row_dim = getattr(rows, "row_dim", None)
+        is_row_major = rows.is_contiguous() if row_dim is None else row_dim == -rows.ndim
+        if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not is_row_major:  # for example transposed
             raise NotImplementedError(_not_by_rows_message(getattr(func, "__name__", str(func)), spec))
+        rows = rows.view_as(rows)  # outside of a DTensor
         full = torch.zeros(spec.full_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
             full[spec.global_slices] = rows.as_subclass(torch.Tensor)

@@ -20,12 +20,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
-from layerzero.dtensor.op_errors import row_move_message
+from layerzero.dtensor.op_errors import not_gathered_message, row_move_message
 from layerzero.dtensor.ops_random import is_in_trunc_normal
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
@@ -131,12 +132,18 @@ def _refuse_argmax(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(row_move_message("argmax or argmin", tensor._local_tensor.spec))
 
 
+def _refuse_embedding(*args: Any, **kwargs: Any) -> NoReturn:
+    table = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "_local_tensor"))
+    raise RuntimeError(not_gathered_message(F.embedding, table._local_tensor.spec))
+
+
 # Replacements for torch functions that are called with a sharded tensor, or with a list that contains one.
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_argmax),
+    **dict.fromkeys((F.embedding, torch.embedding), _refuse_embedding),  # DTensor assumes torch's own sharding
 }
 
 
@@ -147,11 +154,11 @@ def neutral_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     the result of all ranks. Return None for all other calls, which torch can compute.
     """
     name = func._schema.name
-    if name == "aten::_foreach_norm":
+    if name in ("aten::_foreach_norm", "aten::_foreach_max"):
         if all(tensor.numel() for tensor in args[0]):
             return None
-        neutral = _neutral_of_norm(*args[1:2])
-        filled = [tensor if tensor.numel() else _plain(tensor).new_full((1,), neutral) for tensor in args[0]]
+        neutrals = [_neutral_of_norm(*args[1:2]) if "norm" in name else _lowest(tensor.dtype) for tensor in args[0]]
+        filled = [t if t.numel() else _plain(t).new_full((1,), n) for t, n in zip(args[0], neutrals, strict=True)]
         return func(filled, *args[1:], **kwargs)
     if name not in ("aten::linalg_vector_norm", *_LARGEST, *_SMALLEST) or args[0].numel():
         return None

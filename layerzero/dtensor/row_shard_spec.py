@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,6 +37,12 @@ def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks:
             "ranks, and other ranks have a different parameter of that name. One state dict cannot contain both. Make "
             "them one DTensor before shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
         )
+
+
+def _chunk_sizes(rows: int, pieces: int) -> list[int]:
+    """Return the number of rows in each piece that `torch.chunk` would return."""
+    max_rows = -(-rows // pieces)
+    return [max(0, min(max_rows, rows - i * max_rows)) for i in range(pieces)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +99,17 @@ class RowShardSpec:
         k = self.mesh_info.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 
+    @cached_property
+    def row_counts(self) -> tuple[int, ...]:
+        """Number of rows on each data-parallel rank, by flat position."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    @cached_property
+    def torch_row_counts(self) -> tuple[int, ...]:
+        """Number of rows on each data-parallel rank in torch's own sharding, which DTensor expects."""
+        zero3_size, replicas = self.mesh_info.zero3_size, self.mesh_info.replicas
+        return tuple(rows for each in _chunk_sizes(self.num_rows, zero3_size) for rows in _chunk_sizes(each, replicas))
+
     def same_sharding(self, other: RowShardSpec) -> bool:
         """Return whether every rank has the same rows of both parameters.
 
@@ -120,7 +139,7 @@ class RowShardSpec:
         `local` contains this rank's rows. Every data-parallel rank must call this method.
         """
         local = local.to(self.mesh_info.device)  # with offload_optimizer, the rows are in host memory
-        max_rows = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        max_rows = max(self.row_counts)
         evenly = self.mesh_info.data_parallel * max_rows <= 2 * self.num_rows
         full = self._gather_padded(local, max_rows) if evenly else self._gather_from_holders(local)
         return full.view(self.shape)
@@ -139,10 +158,9 @@ class RowShardSpec:
                 pieces = wider
             elif comm.size > 1:
                 pieces = pieces.new_zeros(comm.size * pieces.shape[0], max_rows, *row_shape)
-        row_counts = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        if all(rows == max_rows for rows in row_counts):
+        if all(rows == max_rows for rows in self.row_counts):
             return pieces.view(self.stored_shape)
-        return torch.cat([piece[:rows] for piece, rows in zip(pieces, row_counts, strict=True)])
+        return torch.cat([piece[:rows] for piece, rows in zip(pieces, self.row_counts, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
         """Gather all rows with broadcasts, for parameters whose rows are mostly on a few ranks.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.derived import set_origin
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, ToLocal, outside_dtensor, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import (
     even_sharding_message,
@@ -47,14 +48,16 @@ __all__ = ["RowShardedTensor", "sharded"]
 
 
 def _creation_method(name: str) -> Callable[..., Tensor]:
-    method = getattr(Tensor, name)
+    method, like = getattr(Tensor, name), getattr(torch, f"{name.removeprefix('new_')}_like")
 
     def create_like(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
         """Create a tensor that is sharded like `self` if it has the same shape, and a plain, full tensor otherwise."""
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
-        template = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
-        return method(template, *args, **kwargs)
+        if shape == self.shape:
+            kwargs.pop("size", None)
+            return like(self, *args[1:2] if name == "new_full" else (), **kwargs)
+        return method(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
 
     return create_like
 
@@ -92,7 +95,7 @@ class RowShardedTensor(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
                     return FUNCTION_OVERRIDES[func](*args)
-                if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
+                if func in REDUCTIONS and args and (isinstance(args[0], (cls, list)) or func is F.embedding):
                     return _mark_derived(REDUCTIONS[func](*args, **kwargs), args)
                 if is_drawing_function(func, args, kwargs):
                     return call_on_full(func, args, kwargs)
@@ -152,8 +155,13 @@ class RowShardedTensor(DTensor):
         if local.tracker is not None and local.spec.num_holders > 1 and not isinstance(other, DTensor):
             local.tracker.loaded_digests[local.spec.name] = digest(other)
         with torch.no_grad():
-            local.copy_(rows, non_blocking)
+            outside_dtensor(local).copy_(rows, non_blocking)
         return self
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        if torch.is_grad_enabled() and grad_placements is None:
+            return ToLocal.apply(self)  # type: ignore[no-untyped-call, no-any-return]
+        return outside_dtensor(super().to_local(grad_placements=grad_placements))
 
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -422,7 +430,7 @@ def _as_row_sharded(made: Tensor) -> Tensor:
 
 def _mark_derived(result: Any, args: Sequence[Any]) -> Any:
     """Mark results that autograd derives from a parameter; see [Note: No gradient through a sharded tensor]."""
-    if type(result) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+    if type(result) not in (DTensor, tuple, list):
         return result
     parameter = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
     return result if parameter is None else set_origin(result, parameter._local_tensor.spec)
