@@ -23,9 +23,10 @@ and of tied weights that use the unit's weights.
 A forward may compute results that it does not return, such as an auxiliary loss that it stores in an attribute. If the
 nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
 have gathered the unit. Therefore the outputs are then replaced by tensors with the same memory, whose nodes are the
-latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) If the
-loss depends on no output that has a hook, as with an iterator, a parameter gets its gradient before the unit is
-gathered. This raises an error.
+latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) If no
+output requires a gradient, the results in attributes of the unit's modules get the hooks. If the loss depends on no
+tensor that has a hook, as with an iterator, a parameter gets its gradient before the unit is gathered. This raises an
+error.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
@@ -50,7 +51,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.failure_report import CollectiveError
@@ -324,6 +325,10 @@ class Scheduler(Closable):
         Return the output, and whether an output requires a gradient. See [Note: Side results].
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+        if not outputs and torch.autograd._get_sequence_nr() > call.first_node:  # type: ignore[attr-defined]
+            stored = (iter_tensors(vars(each)) for module in call.unit.modules for each in module.modules())
+            results = (tensor for tensors in stored for tensor in tensors if not isinstance(tensor, nn.Parameter))
+            outputs = [tensor for tensor in results if tensor.requires_grad and _is_computed_in(tensor, call)]
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
         if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
             latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]

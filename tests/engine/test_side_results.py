@@ -301,21 +301,16 @@ class Odd(nn.Module):
         y = torch.tanh(x @ self.weight.sin())
         if self.kind == "iterator":
             return iter([y])
-        if self.kind == "function":
-            return lambda: y
-        self.result = y
-        return None
+        return lambda: y
 
 
 def _hidden(net: nn.Module, x: Tensor) -> Tensor:
     made = net(x)
-    if made is None:
-        return net.result.sum()
     return (made() if callable(made) else next(made)).sum()
 
 
 def _refuse_hidden(rank: int, size: int) -> None:
-    for kind in ("iterator", "function", "attribute"):
+    for kind in ("iterator", "function"):
         model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(size), units={Odd})
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
             _hidden(model[0], _batch(0, rank)).backward()
@@ -323,6 +318,56 @@ def _refuse_hidden(rank: int, size: int) -> None:
 
 def test_results_that_no_hook_sees_are_an_error() -> None:
     run_ranks(_refuse_hidden, 4, world_size=WORLD)
+
+
+class Silent(nn.Module):
+    """Model of several layers that stores its loss, and returns nothing that requires a gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.losses = kind, [torch.zeros(())]
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        self.loss = y.square().mean()
+        self.losses = [self.loss]
+        return y.detach() if self.kind == "detached" else None
+
+
+class Outer(nn.Module):
+    """Model without parameters of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = Silent(kind)
+
+    def forward(self, x: Tensor) -> None:
+        self.inner(x)
+
+
+def _stored_loss(net: nn.Module, x: Tensor) -> Tensor:
+    net(x)
+    inner = getattr(net, "inner", net)
+    return inner.losses[0] if inner.kind == "list" else inner.loss
+
+
+def _store_losses(rank: int, size: int) -> None:
+    for make, kind, units in (
+        (Silent, "none", None),
+        (Silent, "list", None),
+        (Silent, "detached", {nn.Linear}),
+        (Outer, "none", None),
+        (Outer, "detached", {Silent}),
+    ):
+        torch.manual_seed(0)
+        _train(rank, make(kind).double(), units, _stored_loss, size)
+
+
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process(size: int) -> None:
+    run_ranks(_store_losses, size, world_size=WORLD)
 
 
 class Queries(nn.Module):
