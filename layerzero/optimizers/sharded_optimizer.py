@@ -173,13 +173,13 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self.param_groups = inner.param_groups
         self.state: ParamKeyedState = ParamKeyedState(  # type: ignore[assignment]
-            inner, self._master_of, self._holder_of, self._state_of_owners, self._new
+            inner, self._master_of, self._member_at, self._owner_table, self._new
         )
         for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(group_parameters, masters, strict=True):
                 if parameter in old_state:
                     member = lz_state.parameters.managed_param(parameter)
-                    holder = None if member is None else self._holder_of(member.sharded)
+                    holder = None if member is None else self.state.holder_of(member.sharded)
                     if values := self._shard_state_of(old_state[parameter], holder, group):
                         inner.state[master] = values
         for find in (self._find_master, self._find_sharded):  # tables may refer to parameters from before shard_model
@@ -276,7 +276,7 @@ class ShardedOptimizer(OptimizerProxy):
             group.update({name: settings[name] for name in added})
             for parameter, master in zip(group["params"], masters, strict=True):
                 if parameter.requires_grad and (values := example(master.ndim, master.device)):
-                    self._new[id(parameter)] = new_state(values, master, self._holder_of(parameter), on_read)
+                    self._new[id(parameter)] = new_state(values, master, self.state.holder_of(parameter), on_read)
 
     def _example_state(self, group: Mapping[str, Any], ndim: int, device: torch.device) -> dict[str, Any]:
         return state_after_a_step(self.inner, {**group, "params": []}, device, example_shape(ndim))[0]
@@ -518,12 +518,6 @@ class ShardedOptimizer(OptimizerProxy):
             result = result if changed is None else changed
         return result
 
-    def _state_of_owners(self) -> dict[str, Any]:
-        """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
-        stored, owned = self.state.stored, self._owner_table.owned.values()
-        own = {each.member.name: (each.member.sharded, stored[each.master]) for each in owned if each.master in stored}
-        return self._owner_table.add_remote_owner_state({name: self._public_state(*own[name]) for name in own})
-
     def shared_state(self) -> dict[Any, Any]:
         """Return the wrapped optimizer's state under keys that are not parameters, without a copy.
 
@@ -533,7 +527,7 @@ class ShardedOptimizer(OptimizerProxy):
         return {key: state[key] for key in sorted((key for key in state if not isinstance(key, Tensor)), key=repr)}
 
     def _public_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        holder = self._holder_of(parameter)
+        holder = self.state.holder_of(parameter)
         return {key: to_public_value(value, holder) for key, value in values.items()}
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
@@ -638,7 +632,7 @@ class ShardedOptimizer(OptimizerProxy):
         if copy:
             self._warn_of_lost_state(saved_state)
         written = {name for name in saved_state if not is_unwritten(saved_state[name])}
-        if all(self._holder_of(params_by_name[name][0]) is None for name in written) and len(written) < len(
+        if all(self.state.holder_of(params_by_name[name][0]) is None for name in written) and len(written) < len(
             saved_state
         ):
             written.clear()  # nothing was loaded, so the state of parameters that are not sharded is as new
@@ -646,7 +640,7 @@ class ShardedOptimizer(OptimizerProxy):
             if name not in written:
                 continue
             parameter, group = params_by_name[name]
-            holder = self._holder_of(parameter)
+            holder = self.state.holder_of(parameter)
             cut = self._shard_state_of(values, holder, group, copy=copy)
             if holder is None:
                 cut = {
@@ -740,13 +734,10 @@ class ShardedOptimizer(OptimizerProxy):
     def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
         """Return the sharding of a state tensor of shape `shape` for parameter `name`, or None if it is not sharded."""
         member = self._lz_state.members.get(name)
-        holder = None if member is None else self._holder_of(member.sharded)
+        holder = None if member is None else self.state.holder_of(member.sharded)
         if not shape or holder is None:
             return None
         return holder.state_spec(shape) if isinstance(holder, OwnedParam) else holder.spec
-
-    def _holder_of(self, parameter: Tensor) -> Holder:
-        return self._owner_table.owned.get(id(parameter)) or self._member_at.get(id(parameter))
 
     def _name_of(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))

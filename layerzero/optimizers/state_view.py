@@ -10,14 +10,16 @@ has owned parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.owner_step import OwnedParam
+from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
 __all__ = ["ParamKeyedState"]
@@ -32,8 +34,8 @@ class ParamKeyedState(MutableMapping[Any, Any]):
     Args:
         inner: the wrapped optimizer.
         master_of: mapping from the id of a sharded parameter to its master.
-        holder_of: function that returns the :data:`Holder` of a parameter's state.
-        state_of_owners: function that returns the states of all owned parameters, by name. Every rank must call it.
+        member_at: mapping from the id of a sharded parameter to its managed parameter.
+        owner_table: owners of the parameters that the optimizer updates in full.
         new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
 
@@ -41,16 +43,16 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         self,
         inner: torch.optim.Optimizer,
         master_of: Mapping[int, Tensor],
-        holder_of: Callable[[Tensor], Holder],
-        state_of_owners: Callable[[], Mapping[str, Any]],
+        member_at: Mapping[int, ManagedParam],
+        owner_table: OwnerTable,
         new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
         self._master_of = master_of
-        self._holder_of = holder_of
-        self._state_of_owners = state_of_owners
+        self._member_at = member_at
+        self._owner_table = owner_table
         self._new = new
-        self._received: Mapping[str, Any] | None = None  # last result of `state_of_owners`, until the state changes
+        self._received: Mapping[str, Any] | None = None  # states of owned parameters, until the state changes
 
     @property
     def stored(self) -> MasterKeyedState:
@@ -81,7 +83,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
                     yield parameter, values
 
     def __getitem__(self, key: Any) -> Any:
-        master, holder = self._key_of(key), self._holder_of(key)
+        master, holder = self._key_of(key), self.holder_of(key)
         if id(key) in self._new:
             return self._new[id(key)]  # to load a flattened state, torch's set_state_dict reads the keys
         if isinstance(holder, OwnedParam) and key not in self and key.requires_grad:
@@ -94,7 +96,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         return _show(self.stored[master], holder)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        master, holder = self._key_of(key), self._holder_of(key)
+        master, holder = self._key_of(key), self.holder_of(key)
         values = to_stored_value("", values.stored if isinstance(values, _StateValues) else values, holder)
         self.forget_owners()
         if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
@@ -107,7 +109,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         self.forget_owners()
 
     def __contains__(self, key: object) -> bool:
-        holder = self._holder_of(key)  # type: ignore[arg-type]
+        holder = self.holder_of(key)  # type: ignore[arg-type]
         if isinstance(holder, OwnedParam):
             return holder.member.name in self._owned_elsewhere()
         return self._master_of.get(id(key), key) in self.stored or id(key) in self._new
@@ -123,7 +125,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         # Hazard: torch's get_state_dict calls step() if the view is false. An optimizer with owners would then take a
         # step, because only one without owners recognizes this call. See [Note: torch's get_state_dict].
         has_owners = any(
-            isinstance(self._holder_of(p), OwnedParam) for g in self._inner.param_groups for p in g["params"]
+            isinstance(self.holder_of(p), OwnedParam) for g in self._inner.param_groups for p in g["params"]
         )
         return has_owners or any(True for _ in self)
 
@@ -154,9 +156,19 @@ class ParamKeyedState(MutableMapping[Any, Any]):
             )
         return self._master_of[id(key)]
 
+    def holder_of(self, key: object) -> Holder:
+        """Return the :data:`Holder` of the state under a key."""
+        return self._owner_table.owned.get(id(key)) or self._member_at.get(id(key))
+
     def _owned_elsewhere(self) -> Mapping[str, Any]:
+        """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
         if self._received is None:
-            self._received = self._state_of_owners()
+            owned = [each for each in self._owner_table.owned.values() if each.master in self.stored]
+            own = {
+                each.member.name: {key: to_public_value(value, each) for key, value in self.stored[each.master].items()}
+                for each in owned
+            }
+            self._received = self._owner_table.add_remote_owner_state(own)
         return self._received
 
 
