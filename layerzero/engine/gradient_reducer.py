@@ -51,6 +51,8 @@ class GradientReducer:
 
     Attributes:
         backwards: number of backward passes begun so far.
+        inner_handles: for each handle of a common unit, the handles that precede it in the queue and start with it. See
+            [Note: Reductions on several meshes] in reduction_queue.py.
         queue: queue that starts the reductions of the handles, in the same order on all ranks.
         settings: object that compares optimizer settings between ranks.
         lazy_grad: object that makes reads of ``.grad`` wait until the ranks have agreed on which parameters were used.
@@ -61,7 +63,7 @@ class GradientReducer:
     ) -> None:
         self.backwards = 0
         self._enclosing = enclosing
-        self._inner: dict[Handle | None, list[Handle]] = {}  # see inner_handles
+        self.inner_handles: dict[Handle | None, list[Handle]] = {}
         self._status = GradientStatus.FINAL
         self._handles = tuple(handles)
         self._model_ranks = model_ranks
@@ -95,22 +97,15 @@ class GradientReducer:
             ]
         )
 
-    def inner_handles(self, handle: Handle) -> Sequence[Handle]:
-        """Return the handles that are reduced with `handle`, just before it.
-
-        See [Note: Reductions on several meshes] in reduction_queue.py.
-        """
-        return self._inner.get(handle, ())
-
     def _set_order(self, order: Sequence[Handle]) -> None:
         common = dict.fromkeys(handle for handle in order if not self._enclosing[handle])
-        self._inner = {}
+        self.inner_handles = {}
         for handle in order:
             if handle not in common:
                 outer = next((each for each in self._enclosing[handle] if each in common), None)
-                self._inner.setdefault(outer, []).append(handle)
-        order = [each for handle in common for each in (*self.inner_handles(handle), handle)]
-        self._order = order = order + self._inner.get(None, [])
+                self.inner_handles.setdefault(outer, []).append(handle)
+        order = [each for handle in common for each in (*self.inner_handles.get(handle, ()), handle)]
+        self._order = order = order + self.inner_handles.get(None, [])
         self._used_params.set_local_order([member.name for handle in order for member in handle.members])
         self.queue = ReductionQueue(
             [gradients for handle in order if (gradients := handle.gradients) is not None],

@@ -484,7 +484,8 @@ class Scheduler(Closable):
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
             if caller not in backward.gathered_calls:
-                self._reduce_before(backward, caller)
+                if len(self._orders) > 1:  # only then may ranks differ in the first call that the pass reaches
+                    self._reduce_before(backward, caller)
                 backward.gathered_calls.add(caller)
                 self._gather(caller.unit)
         backward.gathered_calls.add(call)
@@ -524,7 +525,8 @@ class Scheduler(Closable):
                 of arrival.
             is_common: True if all ranks reach this point of the program. See [Note: Reductions on several meshes].
         """
-        ended = [each for handle in handles for each in (*self._gradients.inner_handles(handle), handle)]
+        inner = self._gradients.inner_handles
+        ended = [each for handle in handles for each in (*inner.get(handle, ()), handle)]
         for handle in ended:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:

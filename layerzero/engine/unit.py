@@ -37,6 +37,8 @@ class Unit:
     Attributes:
         enclosing: common units that contain the unit, innermost first. Empty if the unit is common itself. See
             [Note: Reductions on several meshes] in reduction_queue.py.
+        is_common: True if all ranks call the unit at the same points of the program.
+        is_called_alike: True if all ranks that reduce the gradients of the unit call it, or none of them does.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Unit:
         self.transport_traits = mesh.transport.traits  # not the transport, because live graphs keep units alive
         self.cast_buffers = tuple(cast_buffers)
         self.enclosing = tuple(enclosing)
+        self.is_common = not enclosing
+        self.is_called_alike = self.is_common or self.mesh_info.replicas == 1
         self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
         # True if set_reshard_after_forward was called. On a device, the root and the unit that is
         # called last follow the setting only in this case.
@@ -85,16 +89,6 @@ class Unit:
     def label(self) -> str:
         """Name of the unit in traces and messages."""
         return self.name or "the root"
-
-    @property
-    def is_common(self) -> bool:
-        """True if all ranks call the unit at the same points of the program."""
-        return not self.enclosing
-
-    @property
-    def is_called_alike(self) -> bool:
-        """True if all ranks that reduce the unit's gradients together call the unit, or none of them does."""
-        return self.is_common or self.mesh_info.replicas == 1
 
     @property
     def gathered(self) -> bool:
