@@ -358,6 +358,12 @@ def test_a_rank_that_waits_for_its_own_threads_is_not_stuck(how: str, tmp_path: 
     assert run_ranks(_late_through_a_thread, how, tmp_path, world_size=2, pg_timeout=60, shared_memory="off") == [0, 0]
 
 
+def test_a_rank_is_not_stuck_while_its_background_save_runs() -> None:
+    recorded = list[bool]()
+    saving.PendingSave(lambda: recorded.append(threading.current_thread() in waits._waits)).wait()
+    assert recorded == [True]
+
+
 def _trains(rank: int) -> int:
     """Count the requests to the store of steps in which nothing waits for long."""
     model, optimizer = _trained()
