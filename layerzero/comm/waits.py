@@ -308,6 +308,8 @@ class WaitMonitor:
                         self._accept(store.get(own_verdict).decode(), store)
                         store.delete_key(own_verdict)
                     store.set(self._key("answer", self._rank), json.dumps(asdict(self._answer(asked, store))))
+            for kind in ("asked", "verdict", "answer", "wake"):  # a later monitor must not read them
+                store.delete_key(self._key(kind, self._rank))
         except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
             pass
         except Exception:
@@ -315,6 +317,7 @@ class WaitMonitor:
 
     def _answer(self, asked: int, store: Store) -> RankWaits:
         frames, main = sys._current_frames(), threading.main_thread()
+        del frames[threading.get_ident()]  # otherwise this frame would refer to itself and keep the others alive
         own = [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
         waits, running = [], []
         threads = dict.fromkeys([main, *_waits.copy(), *own])

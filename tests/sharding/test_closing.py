@@ -447,7 +447,8 @@ def _watched(rank: int) -> None:
         layerzero.watchdog(model)
         del model, optimizer
         deadline = time.monotonic() + 10
-        while any("watchdog" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        names = ("watchdog", "wait monitor")
+        while time.monotonic() < deadline and any(n in thread.name for n in names for thread in threading.enumerate()):
             time.sleep(0.05)
         more = grown(before)
         assert not more, more
