@@ -1,7 +1,7 @@
 """Imports between the two halves of the package: the core imports no add-on, and add-ons use public names.
 
 An add-on imports from the core only ``layerzero`` and ``layerzero.extend``, and from other add-ons only what their
-package lists. ``known_imports.txt`` beside this file lists the imports that do not obey yet; it may only become shorter.
+package lists. ``known_imports.txt`` beside this file lists the imports that do not obey yet. It may only get shorter.
 """
 
 from __future__ import annotations
