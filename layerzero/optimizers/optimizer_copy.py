@@ -79,11 +79,11 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     for settings, parameters in groups:
         old_parameters = list(settings["params"])
         for index, old in enumerate(old_parameters):
-            alike = [parameter for parameter in parameters if parameter.ndim == current(old).ndim] or parameters
+            alike = [parameter for parameter in parameters if _row_ndim(parameter) == _row_ndim(old)] or parameters
             memo[id(old)] = alike[index % len(alike)]
-        examples = {current(old).ndim: current(old) for old in reversed(old_parameters or all_parameters)}
+        examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
         for parameter in parameters:
-            old = examples[parameter.ndim if parameter.ndim in examples else next(iter(examples))]
+            old = examples.get(_row_ndim(parameter), next(iter(examples.values())))
             for name, value in user_attributes(old).items():
                 vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
         memo[id(settings["params"])] = list(parameters)
@@ -151,6 +151,11 @@ def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], level
         for key, each in new_items:  # Counter.update would count the pairs
             value[key] = each
     return value
+
+
+def _row_ndim(parameter: Tensor) -> int:
+    """Return the number of dims of a parameter. A parameter without dims has one, because it is stored as one row."""
+    return max(current(parameter).ndim, 1)
 
 
 def user_attributes(parameter: Tensor) -> dict[str, Any]:

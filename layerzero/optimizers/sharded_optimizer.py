@@ -148,7 +148,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.inner = inner
         self._counted = StepCounter(lz_state.mesh_info.counters.steps)
         self._lz_state = lz_state
-        self._completed_backwards = lz_state.gradients.backwards  # number of backward passes up to the last step
+        self._completed_backwards = 0  # number of backward passes up to the last step
         self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
@@ -237,6 +237,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._forget_new_state()
         self._is_used_by_torch = False
         without_backward = self._lz_state.gradients.backwards == self._completed_backwards
+        self._lz_state.refreshes.require_no_active_use("optimizer.step()")
         self._lz_state.scheduler.complete_gradients(without_backward=without_backward)
         self._completed_backwards = self._lz_state.gradients.backwards
         self._lz_state.gradients.settings.require_equal()
