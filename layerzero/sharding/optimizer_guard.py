@@ -44,7 +44,8 @@ def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 member = lz_state.parameters.managed_param(parameter)
-                if member is not None:
+                # During a sharded step the groups hold masters, and a custom step may call a base class that has hooks.
+                if member is not None and parameter is not member.master_param:
                     raise RuntimeError(
                         f"{type(optimizer).__name__}.step() would update parameter {member.name!r}, which layerzero "
                         "has sharded. Call step() on the optimizer returned by layerzero.shard_optimizer(optimizer, "

@@ -350,6 +350,29 @@ def test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one() -> No
     run_ranks(_around)
 
 
+class Rounded(torch.optim.SGD):
+    """Rounds after the step of its base class, which runs torch's global hooks once an SGD exists in the process."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.round_()
+
+
+def _step_of_a_base_class(rank: int) -> None:
+    net, other = integer_net(), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = Rounded(net.parameters(), lr=0.5)
+    model, optimizer = _sharded(lambda parameters: Rounded(parameters, lr=0.5))
+    in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
+    assert_same_bits(model, net, "base class")
+    other.step()
+
+
+def test_a_step_may_call_the_step_of_a_base_class_that_has_an_instance() -> None:
+    run_ranks(_step_of_a_base_class)
+
+
 def _step_inner(rank: int) -> None:
     for factory in (torch.optim.SGD, torch.optim.AdamW):  # without and with state
         net = integer_net()
