@@ -25,6 +25,7 @@ not affect launches.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
@@ -224,6 +225,7 @@ class Watchdog:
         # The watchdog ends with the model. The watchdog's threads hold this object, so it must not hold the model.
         self._finalizer = weakref.finalize(owner, self._stop)
         self._finalizer.atexit = False
+        _RUNNING.add(self)
 
     def close(self) -> None:
         """Stop the watchdog. It also stops when the model is garbage collected."""
@@ -446,3 +448,12 @@ def _describe_rank(rank: int, answer: _Answer | None) -> str:
 
 def _rank_numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+_RUNNING: weakref.WeakSet[Watchdog] = weakref.WeakSet()  # their threads hold them
+
+
+@atexit.register
+def _end_watchdogs() -> None:
+    for watchdog in list(_RUNNING):  # at the exit of the process, no thread may be inside the store
+        watchdog.close()

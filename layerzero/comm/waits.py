@@ -284,7 +284,7 @@ class WaitMonitor:
     def close(self) -> None:
         """End the threads. At the exit of the process, no thread may be inside the store."""
         self.ended.set()
-        for thread in self._threads:
+        for thread in reversed(self._threads):  # the second thread wakes the first
             thread.join(_TO_ANSWER)
 
     def _key(self, kind: str, rank: int) -> str:
@@ -506,6 +506,8 @@ def _where(frame: FrameType | None) -> str:
 
 
 _MONITORS: weakref.WeakKeyDictionary[dist.ProcessGroup, WaitMonitor] = weakref.WeakKeyDictionary()
+# Their threads hold them. A monitor may outlive its process group, because its threads notice the end only later.
+_RUNNING: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()
 
 
 def monitor_waits(owner: object, counters: TrafficCounters) -> Callable[[], object]:
@@ -515,10 +517,11 @@ def monitor_waits(owner: object, counters: TrafficCounters) -> Callable[[], obje
     monitor = _MONITORS.get(world)
     if monitor is None or monitor.ended.is_set():
         monitor = _MONITORS[world] = WaitMonitor()
+        _RUNNING.add(monitor)
     return monitor.add(owner, counters)
 
 
 @atexit.register
 def _end_monitors() -> None:
-    for monitor in list(_MONITORS.values()):
+    for monitor in list(_RUNNING):
         monitor.close()

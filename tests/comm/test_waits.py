@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -396,3 +398,30 @@ def _evaluates_by_default(rank: int) -> str:
     message = _message(partial(_evaluates, model, optimizer, Path()))
     _meet()
     return message
+
+
+_ENDING = """
+import sys, time
+import torch, torch.distributed as dist
+import layerzero
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+model = layerzero.shard_model(torch.nn.Linear(2, 2), zero3_size=1)
+if sys.argv[3] == "destroyed":
+    dist.destroy_process_group()
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+sys.slow = Slow()  # deleted while the interpreter finalizes
+"""
+
+
+@pytest.mark.parametrize("group", ["destroyed", "kept"])
+def test_no_thread_is_in_the_store_when_the_process_ends(group: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [subprocess.Popen([sys.executable, "-c", _ENDING, str(server.port), str(rank), group]) for rank in range(2)]
+    while any(process.poll() is None for process in ranks):
+        for rank in range(2):  # a request ends inside the finalizing interpreter, which aborts the process
+            server.set(f"0//layerzero/waits/wake/{rank}", "")
+        time.sleep(0.01)
+    assert [process.returncode for process in ranks] == [0, 0]
