@@ -27,7 +27,7 @@ PACKAGE = ROOT / "layerzero"
 # Files and folders of the package that train without the others. Every other file is an add-on.
 CORE = frozenset(
     [
-        *("__init__.py", "full_state.py"),
+        *("__init__.py", "extend.py", "full_state.py"),
         *("comm", "config", "device", "dtensor", "engine", "estimates", "layout", "optimizers", "reports", "sharding"),
         "utils",
     ]
@@ -52,7 +52,6 @@ ADD_ONS_IN_CORE = frozenset(
         "optimizers/split_step.py",
         "reports/metrics_log.py",
         "reports/trace_file.py",
-        "utils/bit_sums.py",
         "utils/lossless_differences.py",
         "utils/weight_packets.py",
     ]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.difference_codecs import Int4Difference
+from layerzero.utils.add_ons import addon
 from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units", "codec_text"]
@@ -118,9 +119,7 @@ class LayerZeroConfig:
             units: [TransformerLayer]
             mp_policy: {param_dtype: bf16, reduce_dtype: fp32}
         """
-        from layerzero.config.yaml_file import read_settings  # noqa: PLC0415 - needed only to read a file
-
-        settings = read_settings(path, tuple(field.name for field in fields(cls)))
+        settings = addon("yaml").read_settings(path, tuple(field.name for field in fields(cls)))
         try:
             return cls(**settings)
         except (TypeError, ValueError) as error:

@@ -17,6 +17,7 @@ FLOORS = [
     ("engine",),
     ("estimates", "full_state", "weight_stream"),
     ("sharding", "optimizers", "reports"),
+    ("extend",),
     ("planning", "verification", "reliability"),
     ("checkpoint",),
     ("megatron", "integrations"),

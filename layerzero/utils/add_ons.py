@@ -1,0 +1,36 @@
+"""Find add-ons by name. The core reaches add-ons only through :func:`addon`, at first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["ADD_ONS", "addon"]
+
+ADD_ONS = {
+    "extensions": "layerzero.dtensor.extensions",  # all-gather extensions of tensor subclasses, such as float8
+    "muon": "layerzero.optimizers.param_owners",  # owners, for optimizers that need full parameters
+    "yaml": "layerzero.config.yaml_file",  # settings from a YAML file
+}
+
+
+def addon(name: str) -> Any:
+    """Import an add-on and return its module.
+
+    Args:
+        name: key of `ADD_ONS`.
+
+    Raises:
+        ImportError: the add-on was removed from the installed package.
+    """
+    module = ADD_ONS[name]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a package that the add-on needs, such as PyYAML
+        raise ImportError(
+            f"layerzero needs its add-on {name!r} for this, but the installed package has no module {error.name}. "
+            "Install the complete package, or leave out the setting or optimizer that needs the add-on",
+            name=error.name,
+        ) from None

@@ -1,0 +1,36 @@
+"""Add-ons are imported by name at first use."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from layerzero.utils import add_ons
+from layerzero.utils.add_ons import ADD_ONS, addon
+
+
+@pytest.mark.parametrize("name", ADD_ONS)
+def test_each_add_on_is_in_the_package(name: str) -> None:
+    assert importlib.util.find_spec(ADD_ONS[name]) is not None
+
+
+def test_an_add_on_is_the_module_of_its_name() -> None:
+    assert addon("muon").__name__ == ADD_ONS["muon"]
+
+
+def test_a_missing_add_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(add_ons.ADD_ONS, "gone", "layerzero.gone.far")
+    with pytest.raises(ImportError, match=r"add-on 'gone'.*no module layerzero\.gone\. Install the complete package"):
+        addon("gone")
+
+
+def test_a_missing_package_that_an_add_on_needs_is_not_taken_for_a_missing_add_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with open(f"{tmp_path}/needs_more.py", "w", encoding="utf-8") as file:
+        file.write("import surely_not_installed\n")
+    monkeypatch.setitem(add_ons.ADD_ONS, "needy", "needs_more")
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        addon("needy")
