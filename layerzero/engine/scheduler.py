@@ -23,10 +23,9 @@ and of tied weights that use the unit's weights.
 A forward may compute results that it does not return, such as an auxiliary loss that it stores in an attribute. If the
 nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
 have gathered the unit. Therefore the outputs are then replaced by tensors with the same memory, whose nodes are the
-latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) If no
-output requires a gradient, the results in attributes of the unit's modules get the hooks. If the loss depends on no
-tensor that has a hook, as with an iterator, a parameter gets its gradient before the unit is gathered. This raises an
-error.
+latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) Results in
+attributes of the unit's modules get the hooks, too. If the loss depends on no tensor that has a hook, as with an
+iterator, a parameter gets its gradient before the unit is gathered. This raises an error.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
@@ -48,10 +47,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.failure_report import CollectiveError
@@ -74,6 +74,8 @@ from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import iter_tensors, map_tensors
 
 __all__ = ["Scheduler"]
+
+_MOST_RESULTS = 256  # number of items in an attribute above which every forward pass does not search them
 
 
 class Scheduler(Closable):
@@ -325,15 +327,13 @@ class Scheduler(Closable):
         Return the output, and whether an output requires a gradient. See [Note: Side results].
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
-        if not outputs and torch.autograd._get_sequence_nr() > call.first_node:  # type: ignore[attr-defined]
-            stored = (iter_tensors(vars(each)) for module in call.unit.modules for each in module.modules())
-            results = (tensor for tensors in stored for tensor in tensors if not isinstance(tensor, nn.Parameter))
-            outputs = [tensor for tensor in results if tensor.requires_grad and _is_computed_in(tensor, call)]
+        results = self._stored_results(call, in_objects=not outputs)
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
         if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
             latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]
             output = map_tensors(output, lambda tensor: latest.get(id(tensor), tensor))
             outputs += latest.values()
+        outputs += results
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
             # If the caller changes a view in place, autograd gives the view another node, without the hook above. The
@@ -341,6 +341,24 @@ class Scheduler(Closable):
             if tensor._base is not None and _is_computed_in(tensor._base, call):
                 tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))  # type: ignore[no-untyped-call]
         return output, bool(outputs)
+
+    def _stored_results(self, call: UnitCall, *, in_objects: bool) -> list[Tensor]:
+        """Return the tensors with a graph that a call has stored in attributes of the unit's modules.
+
+        Args:
+            in_objects: if True, search all objects in attributes. If False, search only short lists, tuples and dicts,
+                and only if the unit's weights are freed before the backward pass, because every forward pass searches.
+        """
+        if torch.autograd._get_sequence_nr() == call.first_node:  # type: ignore[attr-defined]
+            return []
+        if not in_objects and not any(handle.weights.needs_gather for handle in call.unit.handles):
+            return []
+        attributes = (vars(each) for module in call.unit.modules for each in module.modules())
+        values = chain.from_iterable(table.values() for table in attributes)
+        tensors = chain.from_iterable(map(iter_tensors if in_objects else _items, values))
+        return [
+            each for each in tensors if isinstance(each, Tensor) and each.requires_grad and _is_computed_in(each, call)
+        ]
 
     # Weights outside of forwards
 
@@ -715,8 +733,8 @@ class Scheduler(Closable):
         """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated.
 
         Args:
-            without_backward: True if this rank has run no backward pass since the last step. If it has no gradients,
-                it takes part in the backward pass of other ranks. All ranks must call this method.
+            without_backward: True if this rank has run no backward pass since the last step. If it has only zero
+                gradients, it takes part in the backward pass of other ranks. All ranks must call this method.
         """
         self.recover_interrupted_pass()
         if without_backward and self._gradients.lacks_gradients():
@@ -724,6 +742,13 @@ class Scheduler(Closable):
             self._gradients.join_backward()
         elif self._gradients.complete():
             self._gradients.run_hooks()
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return a value itself, or the items of a short list, tuple or dict."""
+    if isinstance(value, (list, tuple, dict)):
+        return () if len(value) > _MOST_RESULTS else value.values() if isinstance(value, dict) else value
+    return (value,)
 
 
 def _is_computed_in(tensor: Tensor, call: UnitCall) -> bool:

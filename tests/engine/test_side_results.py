@@ -321,18 +321,22 @@ def test_results_that_no_hook_sees_are_an_error() -> None:
 
 
 class Silent(nn.Module):
-    """Model of several layers that stores its loss, and returns nothing that requires a gradient."""
+    """Model of several layers that stores its loss. It returns nothing that requires a gradient, or another output."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.losses = kind, [torch.zeros(())]
+        self.other = nn.Linear(2, 2)
         self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
     def forward(self, x: Tensor) -> Any:
         y = self.body(x)
+        other = self.other(y) if self.kind == "before" else None
         self.loss = y.square().mean()
         self.losses = [self.loss]
-        return y.detach() if self.kind == "detached" else None
+        if self.kind in ("beside", "list beside"):
+            other = self.other(y)
+        return y.detach() if self.kind == "detached" else other
 
 
 class Outer(nn.Module):
@@ -349,7 +353,7 @@ class Outer(nn.Module):
 def _stored_loss(net: nn.Module, x: Tensor) -> Tensor:
     net(x)
     inner = getattr(net, "inner", net)
-    return inner.losses[0] if inner.kind == "list" else inner.loss
+    return inner.losses[0] if "list" in inner.kind else inner.loss
 
 
 def _store_losses(rank: int, size: int) -> None:
@@ -359,6 +363,10 @@ def _store_losses(rank: int, size: int) -> None:
         (Silent, "detached", {nn.Linear}),
         (Outer, "none", None),
         (Outer, "detached", {Silent}),
+        (Silent, "beside", None),
+        (Silent, "list beside", {nn.Linear}),
+        (Outer, "beside", {Silent}),
+        (Outer, "before", {Silent}),
     ):
         torch.manual_seed(0)
         _train(rank, make(kind).double(), units, _stored_loss, size)
