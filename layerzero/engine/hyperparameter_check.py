@@ -1,13 +1,14 @@
-"""Compare optimizer settings, such as learning rates, between all ranks without an additional collective.
+"""Compare optimizer settings and numbers of steps between all ranks without an additional collective.
 
 [Note: Digest of optimizer settings]
 Each backward pass that reduces gradients sends one byte per parameter, along one mesh axis after the other. The message
-contains sixteen more bytes: a digest of the settings of the optimizers that have stepped, and its complement. The
-digests differ if their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the
-bytes at the end of the next such backward pass. They then send the maximum over the first axis along the second axis.
-The bytes have arrived by then, so ranks do not wait. All ranks compute the same result at the same point in the
-program. If the digests differ, the next optimizer step raises. Until then, the ranks take one step per axis, and
-possibly one more, with different settings.
+contains sixteen more bytes: a digest of the settings of the optimizers that have stepped and of the number of steps,
+and its complement. The digests differ if their maximum over all ranks is not the complement of the maximum of the
+complements. Ranks read the bytes at the end of the next such backward pass. They then send the maximum over the first
+axis along the second axis. The bytes have arrived by then, so ranks do not wait. All ranks compute the same result in
+the same backward pass. If the digests differ, this pass sends the settings. If the settings differ, the next optimizer
+step raises. Until then, the ranks take one step per axis, and possibly one more, with different settings. If the
+numbers of steps differ, the ranks do not step at the same point of the program, so the backward pass raises.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import json
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +41,13 @@ class HyperparameterCheck:
         self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
-        self._digest = bytes(DIGEST_BYTES)
+        self._last_digest = b""  # digest of `_last`
+        self._steps = 0  # number of steps of all optimizers
         axes = len(model_ranks.control_comms)
         self._max_digests = LateMaximum(axes, DIGEST_BYTES)
-        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the in-flight digests
-        self._differ = False
-        self._compared: list[Settings] = []  # this rank's settings for the digests that differed
+        # Settings and numbers of steps of the in-flight digests.
+        self._sent: deque[tuple[list[Settings], int]] = deque(maxlen=max(1, axes))
+        self._difference = ""  # message of the error that the next step raises
 
     def note_step(self, settings: Callable[[], Settings]) -> None:
         """Record that an optimizer is stepping.
@@ -56,6 +58,7 @@ class HyperparameterCheck:
         if self._is_told:
             self._stepped.clear()
             self._is_told = False
+        self._steps += 1
         method = weakref.WeakMethod(settings)
         if method not in self._stepped:
             self._stepped.append(method)
@@ -63,20 +66,23 @@ class HyperparameterCheck:
     def digests(self) -> list[Tensor]:
         """Return the messages to send next, one for each axis, uint8 [DIGEST_BYTES] each."""
         message = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
-        self._sent.append(self._last)
+        self._sent.append((self._last, self._steps))
         return self._max_digests.outgoing(message)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
-        """Compare the digests of all ranks and record whether any of them differ.
+        """Compare the digests of all ranks. If digests differ, all ranks send their settings.
 
         Args:
             messages: bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
+
+        Raises:
+            RuntimeError: the ranks have taken different numbers of steps. All ranks raise the error.
         """
         largest = self._max_digests.receive(messages).tolist()
         half = DIGEST_BYTES // 2
         differ = any(byte + other > 255 for byte, other in zip(largest[:half], largest[half:], strict=True))
-        if not self._differ and differ:
-            self._differ, self._compared = True, self._sent[0]
+        if differ and not self._difference:
+            self._compare()
 
     def _digest_now(self) -> bytes:
         """Return the current digest and its complement.
@@ -86,47 +92,61 @@ class HyperparameterCheck:
         self._is_told = True
         methods = [method() for method in self._stepped]
         if not methods or None in methods:
-            self._last, self._digest = [], bytes(DIGEST_BYTES)
-            return self._digest
+            self._last = []
+            return bytes(DIGEST_BYTES)
         last = [method() for method in methods if method is not None]
         if last != self._last:
-            self._last = last
-            digest = hashlib.blake2b(json.dumps(last).encode(), digest_size=DIGEST_BYTES // 2).digest()
-            self._digest = digest + bytes(255 - byte for byte in digest)
-        return self._digest
+            self._last, self._last_digest = last, hashlib.blake2b(json.dumps(last).encode()).digest()
+        text = self._last_digest + self._steps.to_bytes(8, "big")
+        digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES // 2).digest()
+        return digest + bytes(255 - byte for byte in digest)
 
     def require_equal(self) -> None:
-        """Raise RuntimeError on all ranks if any digests differed.
+        """Raise RuntimeError on all ranks if the settings in a digest differed. The ranks do not communicate."""
+        if difference := self._difference:
+            self._difference = ""
+            raise RuntimeError(difference)
 
-        All ranks must call this method. The ranks communicate only if digests have differed.
-        """
-        if not self._differ:
-            return
-        self._differ = False
-        values_by_setting: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        texts = self._model_ranks.all_gather_text(json.dumps(self._compared))
-        for rank, text in zip(self._model_ranks.ranks, texts, strict=True):
-            for index, groups in enumerate(json.loads(text)):
-                for number, group in enumerate(groups):
-                    for name, value in group:
-                        values_by_setting[index, number, name][json.dumps(value)].append(rank)
-        classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
-        several = len({index for index, _, _ in values_by_setting}) > 1
-        lines = [
-            f"the class of {f'optimizer {index}' if several else 'the optimizer'} is {format_values(values)}"
-            for index, values in classes.items()
-        ]
-        lines += [
-            f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
-            + format_values(values)
-            for (index, number, name), values in values_by_setting.items()
-            if index not in classes
-            and name != "class"
-            and (len(values) > 1 or sum(map(len, values.values())) < len(texts))
-        ]
-        suffix = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise RuntimeError(
-            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{suffix}. Rows of "
-            "one parameter were updated with different settings. Use the same settings on all ranks (average the loss "
-            "over the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
+    def _compare(self) -> None:
+        """Send the settings of the digests that differed. Set the error of the next step, or raise an error."""
+        texts = self._model_ranks.all_gather_text(json.dumps(self._sent[0]))
+        told = dict(zip(self._model_ranks.ranks, map(json.loads, texts), strict=True))
+        ranks_by_steps: dict[str, list[int]] = defaultdict(list)
+        for rank, (_, steps) in told.items():
+            ranks_by_steps[str(steps)].append(rank)
+        same_optimizers = len({len(optimizers) for optimizers, _ in told.values()}) == 1
+        if same_optimizers and len(ranks_by_steps) > 1:
+            raise RuntimeError(
+                "the ranks of one model have taken different numbers of optimizer steps before the same backward: "
+                f"{format_values(ranks_by_steps)}. A rank with fewer backward passes before a step (one batch fewer) "
+                "updates its rows while other ranks still compute with the old weights. Run the same number of "
+                "backward passes before each step on all ranks, and load the last checkpoint"
+            )
+        settings = _describe_settings({rank: optimizers for rank, (optimizers, _) in told.items()})
+        self._difference = (
+            f"the ranks have used different optimizer settings for one model: {settings}. Rows of one parameter were "
+            "updated with different settings. Use the same settings on all ranks (average the loss over the ranks "
+            "before you pass it to ReduceLROnPlateau), and load the last checkpoint"
         )
+
+
+def _describe_settings(optimizers_by_rank: Mapping[int, list[Settings]]) -> str:
+    """Return a phrase with the settings that differ between ranks, and their values."""
+    values_by_setting: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, optimizers in optimizers_by_rank.items():
+        for index, groups in enumerate(optimizers):
+            for number, group in enumerate(groups):
+                for name, value in group:
+                    values_by_setting[index, number, name][json.dumps(value)].append(rank)
+    classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
+    several = len({index for index, _, _ in values_by_setting}) > 1
+    lines = [
+        f"the class of {f'optimizer {index}' if several else 'the optimizer'} is {format_values(values)}"
+        for index, values in classes.items()
+    ]
+    for (index, number, name), values in values_by_setting.items():
+        differ = len(values) > 1 or sum(map(len, values.values())) < len(optimizers_by_rank)
+        if differ and index not in classes and name != "class":
+            optimizer = f" of optimizer {index}" if several else ""
+            lines.append(f"{name!r} of parameter group {number}{optimizer} is {format_values(values)}")
+    return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")

@@ -138,7 +138,8 @@ _NONE, _ONE, _OTHER = bytes(16), bytes([1] * 8 + [254] * 8), bytes([2] * 8 + [25
 
 
 def _check_of_two_axes() -> HyperparameterCheck:
-    return HyperparameterCheck(SimpleNamespace(control_comms=(None, None)))  # type: ignore[arg-type]  # no texts are sent
+    ranks = SimpleNamespace(control_comms=(None, None), ranks=(0,), all_gather_text=lambda text: [text])
+    return HyperparameterCheck(ranks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("digests", [[_NONE, _ONE], [_ONE, _ONE], [_NONE, _NONE]])
@@ -157,7 +158,33 @@ def test_what_comes_along_the_first_axis_is_sent_along_the_second_one_in_the_nex
         largest = bytes(map(max, _ONE, _OTHER)) if step else _NONE
         assert bytes(own.tolist()) == _NONE and bytes(further.tolist()) == largest
         check.receive([torch.tensor([list(_ONE), list(_OTHER)], dtype=torch.uint8), further.expand(4, -1)])
-        assert check._differ is (step > 0), step
+        assert bool(check._difference) is (step > 0), step
+
+
+def _has_one_batch_fewer(rank: int) -> str:
+    """Accumulate two backward passes before each step, but on the last rank only one of them before the third step."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, shared_memory="off")
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-4), model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for batch in range(4, 16):
+        if batch != 9 or rank != torch.distributed.get_world_size() - 1:
+            try:
+                integer_loss(model, integer_batch(step=batch, rank=rank)).backward()
+            except RuntimeError as error:
+                return f"{batch}: {error}"
+        if batch % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return "nothing was raised"
+
+
+def test_ranks_that_step_after_different_numbers_of_backwards_are_named() -> None:
+    """One replica: a step communicates nothing, so the ranks would stay one batch apart until the end."""
+    first, second = run_ranks(_has_one_batch_fewer, world_size=2)
+    assert first[: first.index(":")] in ("10", "11") and first.partition(": ")[2] == second.partition(": ")[2]
+    assert "different numbers of optimizer steps before the same backward: 2 on rank 0 and 3 on rank 1." in first, first
+    assert "Run the same number of backward passes before each step on all ranks" in first, first
 
 
 def _first_message(rank: int, change: Callable[[nn.Module, Optimizer], Callable[[], Any]]) -> str:
