@@ -62,6 +62,8 @@ class GradientReducer:
         self, handles: Sequence[Handle], model_ranks: ModelRanks, enclosing: Mapping[Handle, Sequence[Handle]]
     ) -> None:
         self.backwards = 0
+        self._backwards_at_use = 0  # number of backward passes when a step last used the gradients, or they were zeroed
+        self._are_zero = False  # True if all gradients of an optimizer were set to zero since the last backward pass
         self._enclosing = enclosing
         self.inner_handles: dict[Handle | None, list[Handle]] = {}
         self._status = GradientStatus.FINAL
@@ -140,6 +142,7 @@ class GradientReducer:
             reduces: True if the pass reduces gradients over all ranks; see :meth:`finish`.
         """
         self.backwards += 1
+        self._are_zero = False
         self.apply_user_grads()
         with plain_access():
             for grad_attribute in self._grad_attributes:
@@ -198,10 +201,20 @@ class GradientReducer:
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
 
+    def record_use(self, *, are_zero: bool = False) -> None:
+        """Record that a step has used the gradients, or that they were dropped or set to zero."""
+        self._backwards_at_use, self._are_zero = self.backwards, are_zero
+
+    @property
+    def has_run_no_backward(self) -> bool:
+        """True if this rank has run no backward pass since gradients were last used or dropped."""
+        return self.backwards == self._backwards_at_use
+
     def lacks_gradients(self) -> bool:
-        """Return whether this rank has no gradient and no unreduced contribution, and there are other ranks."""
+        """Return whether this rank has only zero gradients and no unreduced contribution, and there are other ranks."""
         self.apply_user_grads()
-        return self._model_ranks.size > 1 and self._status is GradientStatus.FINAL and self.empty
+        is_final = self._model_ranks.size > 1 and self._status is GradientStatus.FINAL
+        return is_final and (self.empty or self._are_zero)
 
     def join_backward(self) -> None:
         """Take part in a backward pass of other ranks, without gradients.

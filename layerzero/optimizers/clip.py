@@ -59,7 +59,7 @@ def clip_grad_norm_(
     if "" not in lz_states:
         _refuse_unsharded_gradients(model, lz_states)
     for lz_state in lz_states.values():
-        lz_state.scheduler.complete_gradients()
+        lz_state.scheduler.complete_gradients(without_backward=lz_state.gradients.has_run_no_backward)
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     sent, *other_sums = [_reduce_norm(lz_state, norm_type, op) for lz_state in lz_states.values()]

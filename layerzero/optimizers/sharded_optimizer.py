@@ -255,6 +255,7 @@ class ShardedOptimizer(OptimizerProxy):
 
             step_without_global_hooks(self.inner, update_all)
         self._lz_state.gradients.record_step(list(self._member_at.values()))
+        self._lz_state.gradients.record_use()
         self._counted.count_step()
         self._lz_state.gradients.settings.note_step(self._settings)
         return loss
@@ -300,12 +301,14 @@ class ShardedOptimizer(OptimizerProxy):
             for parameter in parameters:
                 parameter.grad = None
         if set_to_none:
+            self._lz_state.gradients.record_use()
             return
         self._lz_state.scheduler.complete_gradients()
         for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
         self._lz_state.gradients.record_drop(list(self._member_at.values()))
+        self._lz_state.gradients.record_use(are_zero=True)
 
     @contextmanager
     def _use_masters_in_groups(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:

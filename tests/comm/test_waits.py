@@ -186,7 +186,7 @@ def test_ranks_that_wait_for_each_other_raise_the_same_error(
     assert expected in messages[0] and "if rank == 0: evaluate(model)" in messages[0], messages
 
 
-def _joins(rank: int, size: int, forward: bool) -> list[torch.Tensor]:
+def _joins(rank: int, size: int, how: str) -> list[torch.Tensor]:
     """Return the weights after four steps. Before two of them, the last rank runs no backward."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -194,19 +194,21 @@ def _joins(rank: int, size: int, forward: bool) -> list[torch.Tensor]:
         inputs = integer_batch(step=step, rank=rank)
         if step % 2 == 0 or rank != dist.get_world_size() - 1:
             integer_loss(model, inputs).backward()
-        elif forward:
+        elif how == "forward":
             integer_loss(model, inputs)
+        if how == "clip":
+            layerzero.clip_grad_norm_(model, float("inf"))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=how != "zeros")
         if step == 1:  # no rank has gradients
             optimizer.step()
     return list(full_parameters(model).values())
 
 
-@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("how", ["forward", "nothing", "clip", "zeros"])
 @pytest.mark.parametrize(("world", "size", "shared_memory"), [(2, 1, "off"), (4, 1, "off"), (4, 2, None)])
 def test_a_rank_without_a_backward_before_a_step_contributes_zeros(
-    world: int, size: int, shared_memory: str | None, forward: bool
+    world: int, size: int, shared_memory: str | None, how: str
 ) -> None:
     plain = integer_net()
     optimizer = exact_sgd(plain.parameters())
@@ -214,9 +216,11 @@ def test_a_rank_without_a_backward_before_a_step_contributes_zeros(
         for rank in range(world - step % 2):
             (integer_loss(plain, integer_batch(step=step, rank=rank)) / world).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=how != "zeros")
+        if step == 1 and how == "zeros":  # a step with gradients of zeros, which momentum and weight decay change
+            optimizer.step()
     settings: dict[str, Any] = {"world_size": world, "shared_memory": shared_memory}
-    for weights in run_ranks(_joins, size, forward, **settings):
+    for weights in run_ranks(_joins, size, how, **settings):
         for weight, expected in zip(weights, plain.parameters(), strict=True):
             assert torch.equal(weight, expected.detach())
 

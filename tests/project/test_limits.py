@@ -265,6 +265,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
         "project/test_limits_loops.py::test_other_numbers_of_micro_batches_are_an_error_in_local_mode",
     ),
+    "Waiting for ranks that wait for each other in `dist.broadcast`": (
+        "comm/test_waits.py::test_a_wait_in_a_barrier_of_the_program_is_found",
+    ),
     "A first forward on some ranks only": (
         "project/test_limits_loops.py::test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be",
     ),
@@ -318,6 +321,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "A loss that depends on a unit only through an iterator": (
         "engine/test_side_results.py::test_results_that_no_hook_sees_are_an_error",
+        "engine/test_side_results.py::test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process",
     ),
     "A unit that a forward pass calls first": (
         "project/test_limits_loops.py::test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends",
