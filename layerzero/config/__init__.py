@@ -26,7 +26,6 @@ _BOOLS = (
     *OFFLOADS,
     "pin_memory",
     "reduce_scatter_with_fp32_accumulation",
-    "registered_memory",
     "sync_module_states",
 )
 _CODEC = ("nbytes", "encode", "decode")
@@ -89,7 +88,6 @@ class LayerZeroConfig:
     gather_codec: GatherCodec | None = None
     hop2_codec: GatherCodec | None = None
     refresh_codec: str | Int4Difference | None = None
-    registered_memory: bool = False
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -262,7 +260,6 @@ class LayerZeroConfig:
             "hop2_codec": codec_text(self.hop2_codec),
             "refresh_codec": refresh if isinstance(refresh, str) else codec_text(refresh),
             "compression that refresh_codec uses": compression,
-            "registered_memory": self.registered_memory,
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }

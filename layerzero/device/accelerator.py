@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
@@ -16,14 +15,12 @@ __all__ = [
     "CurrentStream",
     "DeviceClock",
     "HostDeviceCopies",
-    "RegisteredMemory",
     "StreamEvent",
     "StreamUses",
     "compute_device",
     "default_device_type",
     "device_module",
     "host_memory",
-    "registers_memory",
     "require_no_capture",
     "synchronize_current_stream",
 ]
@@ -111,46 +108,6 @@ class CurrentStream:
         """Make the current stream wait for `mark`. The host does not wait."""
         if mark is not None:
             self._module.current_stream().wait_event(mark)
-
-
-def registers_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the backend of `group` for a device can register memory; see :class:`RegisteredMemory`."""
-    return device_module(device) is not None and bool(group._get_backend(device).supports_tensor_alloc(device))
-
-
-class RegisteredMemory:
-    """Memory pool of a device that is registered with the backends of process groups.
-
-    A backend can send from registered memory, and receive into it, without copies to its own buffers. NCCL calls this
-    user buffer registration. The pool uses the backend's own allocator, and the backend registers all memory that is
-    allocated in it.
-
-    Args:
-        groups: process groups whose collectives use the memory. Each of them must have run a collective, because memory
-            is registered with a communicator.
-    """
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        self._module: Any = device_module(device)
-        self._device = device
-        self._backends: list[Any] = [group._get_backend(device) for group in groups]
-        self._pool = self._module.MemPool(self._backends[0].mem_allocator)
-        for backend in self._backends:
-            backend.register_mem_pool(self._pool)
-
-    def allocating(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread allocates memory of the device in the pool."""
-        context: AbstractContextManager[object] = self._module.use_mem_pool(self._pool)
-        return context
-
-    def close(self) -> None:
-        """Wait for the device and end the registration. Call this method before the groups are destroyed.
-
-        The memory can still be used.
-        """
-        self._module.synchronize(self._device)
-        while self._backends:
-            self._backends.pop().deregister_mem_pool(self._pool)
 
 
 class StreamUses:

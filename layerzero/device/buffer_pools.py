@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from layerzero.device.accelerator import CurrentStream, RegisteredMemory, StreamEvent
+from layerzero.device.accelerator import CurrentStream, StreamEvent
 
 __all__ = [
     "BufferPool",
@@ -241,30 +241,22 @@ class FullBufferPool:
 
     torch's caching allocator reuses memory on the stream that allocated it, without further synchronization. Therefore
     the stream that allocated the memory waits for its last use on the current stream before the memory is freed.
-
-    Args:
-        registered: pool in which all memory is allocated, or None for the default pool of torch's allocator.
     """
 
     can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")
 
-    def __init__(self, device: torch.device, registered: RegisteredMemory | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.limit = 0  # limit on the sum of used and cached bytes; set by the owner
         self.cached_bytes = 0
         self.allocations = 0  # number of allocations so far
         self.most_bytes = 0  # maximum of the sum of used and cached bytes so far
         self._lent_bytes = 0
         self._device = device
-        self._registered = registered
         self._order = CurrentStream.of(device)
         self._cached: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached memory, by size
         self._empty: list[UntypedStorage] = []
         self._last_addresses: dict[int, int] = {}  # last address of each storage
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
-
-    def allocating(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread allocates registered memory, if the pool has any."""
-        return nullcontext() if self._registered is None else self._registered.allocating()
 
     def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
         """Allocate `nbytes` of memory with unspecified contents for a storage.
@@ -283,8 +275,7 @@ class FullBufferPool:
             self.cached_bytes -= nbytes
         else:
             self._shrink_cache_to(self.limit - self._lent_bytes - nbytes)
-            with self.allocating():
-                storage.resize_(nbytes)
+            storage.resize_(nbytes)
             self.allocations += 1
             if self._order is not None:
                 self._streams[storage.data_ptr()] = self._order.current()

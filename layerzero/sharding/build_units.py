@@ -18,7 +18,7 @@ from layerzero.comm.collectives import backend_of
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig, Precision
-from layerzero.device.accelerator import compute_device, device_module, registers_memory
+from layerzero.device.accelerator import device_module
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
@@ -121,20 +121,6 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
                 f"offload_params=True is not supported for parameter {info.name!r}: the all-gather extension of its "
                 f"class {type(info.parameter).__name__} reads its shard on the device. Leave offload_params out. "
                 "offload_optimizer and offload_grads are supported"
-            )
-
-
-def check_registered_memory(plans: Sequence[UnitDefinition], config: LayerZeroConfig, root: DeviceMesh) -> None:
-    """Raise ValueError if `registered_memory` is set and the backend of a mesh cannot register memory."""
-    if not config.registered_memory:
-        return
-    for mesh in {root, *(plan.mesh for plan in plans)}:
-        group, device = mesh.get_group(mesh.ndim - 1), compute_device(mesh.device_type)
-        if not registers_memory(group, device):
-            raise ValueError(
-                "registered_memory=True needs a backend that registers memory, such as NCCL on GPUs with NVLink "
-                f"multicast (Hopper and later), but {backend_of(group, mesh.device_type)} on {device} does not. Leave "
-                "registered_memory out"
             )
 
 

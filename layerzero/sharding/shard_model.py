@@ -35,7 +35,7 @@ from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.comm.waits import monitor_waits
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
-from layerzero.device.accelerator import CurrentStream, HostDeviceCopies, RegisteredMemory
+from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
@@ -54,7 +54,6 @@ from layerzero.sharding.build_units import (
     check_meta_init,
     check_offload,
     check_refresh_codec,
-    check_registered_memory,
     parts_to_compare,
     plan_handles,
     require_broadcastable_buffers,
@@ -105,7 +104,6 @@ def shard_model(
     gather_codec: GatherCodec | None = None,
     hop2_codec: GatherCodec | None = None,
     refresh_codec: str | Int4Difference | None = None,
-    registered_memory: bool = False,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -208,11 +206,6 @@ def shard_model(
             compute weights are no longer equal to the cast masters. ``"auto"`` measures the link and the compression
             and chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica,
             the setting has no effect.
-        registered_memory: gather weights in memory that is registered with the backend (NCCL's user buffer
-            registration, as FSDP2's ``set_allocate_memory_from_process_group_for_comm``). ZeRO-3 shards and full
-            buffers then come from the backend's allocator, and other tensors cannot use this memory. If the backend
-            cannot register memory, as on the CPU, the setting raises an error. With S = 1 there are no gathers, and the
-            setting has no effect. This setting is experimental.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
             share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -274,7 +267,6 @@ def shard_model(
             gather_codec=gather_codec,
             hop2_codec=hop2_codec,
             refresh_codec=refresh_codec,
-            registered_memory=registered_memory,
             shared_memory=shared_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
@@ -293,7 +285,6 @@ def shard_model(
         check_codec(plans, config)
         check_refresh_codec(plans, config, root)
         check_offload(plans, config)
-        check_registered_memory(plans, config, root)
         if sync_module_states:
             require_broadcastable_buffers(plans)
         fields = settings_to_compare(model, plans, config)
@@ -347,8 +338,7 @@ def _build(
         )
         if config.hop2_codec is not None:
             connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-    registered = _registered_memory([site.mesh_info for site in sites.values()], mesh_info.device, config)
-    pools = _model_pools(mesh_info.device, config, registered)
+    pools = _model_pools(mesh_info.device, config)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
         rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
@@ -379,8 +369,6 @@ def _build(
         uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     lz_state = LayerZeroState(model, [*units_built.values()], config, model_ranks, pools, transports.values(), ignored)
-    if registered is not None:
-        lz_state.on_close.append(registered.close)
     lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
     # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
     if uninitialized or (was_on_meta and not config.sync_module_states):
@@ -476,15 +464,7 @@ def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTr
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
 
 
-def _registered_memory(
-    meshes: Iterable[MeshInfo], device: torch.device, config: LayerZeroConfig
-) -> RegisteredMemory | None:
-    """Return memory that is registered for gathers on all `meshes`, or None if it is not needed."""
-    groups = list(dict.fromkeys(each.zero3_gather_comm.group for each in meshes if each.zero3_size > 1))
-    return RegisteredMemory(groups, device) if config.registered_memory and groups else None
-
-
-def _model_pools(device: torch.device, config: LayerZeroConfig, registered: RegisteredMemory | None) -> ModelPools:
+def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
     offloads = [name for name in OFFLOADS if getattr(config, name)]
     transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if offloads else None
     if transfers is not None and not transfers.pins:
@@ -497,7 +477,7 @@ def _model_pools(device: torch.device, config: LayerZeroConfig, registered: Regi
     of_grads = transfers if config.offload_grads else None
     return ModelPools(
         BufferPool.of(device),
-        FullBufferPool(device, registered),
+        FullBufferPool(device),
         AccumulatorAllocator(device, of_grads),
         transfers if config.offload_optimizer else None,
         transfers if config.offload_params else None,

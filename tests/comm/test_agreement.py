@@ -127,7 +127,6 @@ CASES: dict[str, Case] = {
     ),
     "offload_params": _case(lambda: _shard(offload_params=True), "offload_params", RANK),
     "pin_memory": _case(lambda: _shard(offload_grads=True, pin_memory=False), "pin_memory", RANK),
-    "registered_memory": _case(lambda: _shard(registered_memory=True), "registered_memory", RANK),
     "prefetch": _case(lambda: _shard(prefetch=2), "prefetch", RANK),
     "reshard_after_forward": _case(lambda: _shard(reshard_after_forward=False), "reshard_after_forward", RANK),
     "sync_module_states": _case(lambda: _shard(sync_module_states=False), "sync_module_states", RANK),

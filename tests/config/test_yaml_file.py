@@ -29,7 +29,6 @@ offload_grads: true
 offload_optimizer: true
 offload_params: true
 pin_memory: false
-registered_memory: true
 reshard_after_forward: false
 gather_codec: float8_rows
 hop2_codec: int8_blocks
@@ -79,7 +78,6 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         offload_optimizer=True,
         offload_params=True,
         pin_memory=False,
-        registered_memory=True,
         reshard_after_forward=False,
         gather_codec=Float8Rows(),
         hop2_codec=Int8Blocks(),

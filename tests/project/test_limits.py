@@ -415,9 +415,6 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_gradient_offload.py::test_without_a_device_there_is_one_warning",
         "project/test_limits_loops.py::test_with_one_replica_there_are_no_accumulators_to_offload",
     ),
-    "`registered_memory=True` with": (
-        "device/test_registered_memory.py::test_a_backend_that_cannot_register_memory_is_refused",
-    ),
     "`accumulation_dtype` supports only": ("engine/test_accumulation_dtype.py::test_settings_are_checked",),
     "`accumulation_dtype` with": (
         "engine/test_accumulation_dtype.py::test_settings_are_checked",

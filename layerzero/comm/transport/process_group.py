@@ -94,8 +94,7 @@ class GatheredFullBuffer(FullBuffer):
         full = torch.empty(layout.numel, dtype=dtype, device=device)  # 1-D [G]
         own_shard = full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]  # 1-D [G / S]
         host = options.host_shard
-        with pool.allocating():  # gathers send from the shard
-            shard = torch.zeros(own_shard.numel(), dtype=dtype, device=device) if host is None else host.tensor
+        shard = torch.zeros(own_shard.numel(), dtype=dtype, device=device) if host is None else host.tensor
         self._post_forward = PostForwardShard(full, options.post_forward_comm, pool)
         self._comm = mesh_info.zero3_gather_comm
         self._codec = options.codec
