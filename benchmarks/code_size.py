@@ -35,25 +35,10 @@ CORE = frozenset(
 # Files inside these folders that are add-ons, until they have moved.
 ADD_ONS_IN_CORE = frozenset(
     [
-        "comm/codecs.py",
-        "comm/difference_codecs.py",
-        "comm/encoded_refresh.py",
-        "comm/refresh_speed.py",
         "comm/trace_recorder.py",
         "config/yaml_file.py",
-        "dtensor/extensions.py",
-        "layout/owner_layout.py",
-        "optimizers/ema.py",
-        "optimizers/outer_steps.py",
-        "optimizers/owner_groups.py",
-        "optimizers/owner_state.py",
-        "optimizers/owner_step.py",
-        "optimizers/param_owners.py",
-        "optimizers/split_step.py",
         "reports/metrics_log.py",
         "reports/trace_file.py",
-        "utils/lossless_differences.py",
-        "utils/weight_packets.py",
     ]
 )
 

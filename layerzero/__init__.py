@@ -13,16 +13,15 @@ with warnings.catch_warnings():
     import torch  # noqa: F401
 
 from layerzero import checkpoint, optimizers, planning
-from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
+from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog
-from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
+from layerzero.ema import EMA
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_
-from layerzero.optimizers.ema import EMA
-from layerzero.optimizers.outer_steps import OuterSteps, outer
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
+from layerzero.outer_steps import OuterSteps, outer
 from layerzero.planning import Plan, plan
 from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
@@ -35,7 +34,9 @@ from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
 from layerzero.sharding.closing import close
 from layerzero.sharding.module_methods import gathered, no_sync, refresh, register_forward_method
 from layerzero.sharding.shard_model import shard_model
-from layerzero.utils.weight_packets import WeightPacketError, WeightReceiver
+from layerzero.slow_links.block_codecs import Float8Rows, Int4Blocks, Int8Blocks
+from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links.weight_packets import WeightPacketError, WeightReceiver
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.weight_stream import WeightSender, stream_weights
 

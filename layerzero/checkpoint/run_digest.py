@@ -24,7 +24,7 @@ from layerzero.checkpoint.state_names import StateNames
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.owner_step import OwnedParam
+from layerzero.muon.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.bit_sums import weighted_sum
 from layerzero.utils.nonfinite import format_first_names

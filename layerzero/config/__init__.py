@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
-from layerzero.comm.difference_codecs import Int4Difference
+from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links.lossless_differences import LosslessDifferences
 from layerzero.utils.add_ons import addon
-from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units", "codec_text"]
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
-from layerzero.comm.difference_codecs import Int4Difference
+from layerzero.comm.codecs import GatherCodec
+from layerzero.slow_links.block_codecs import Float8Rows, Int4Blocks, Int8Blocks
+from layerzero.slow_links.int4_difference import Int4Difference
 
 __all__ = [
     "HOP2_CODECS",

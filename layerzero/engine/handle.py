@@ -12,7 +12,6 @@ from layerzero.comm.collectives import Communicator
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
-from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_grad_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
@@ -27,6 +26,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import GatherState, WeightStorage
+from layerzero.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_grad_node
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 
@@ -50,7 +50,7 @@ class Handle:
         mesh: communicators, transport and pools.
         options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         extension: all-gather extension of the only parameter in `layout`, or None. With an extension, the handle has no
-            full buffer. See [Note: All-gather extensions] in dtensor/extensions.py.
+            full buffer. See [Note: All-gather extensions] in extensions.py.
 
     Attributes:
         full_precision: full buffer in master dtype inside ``layerzero.full_precision``, otherwise None.

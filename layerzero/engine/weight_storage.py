@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
-from layerzero.comm.encoded_refresh import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
 from layerzero.comm.transport.base import FullBuffer, GatherOptions, LocalBuffer
 from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
@@ -34,6 +33,7 @@ from layerzero.device.streams import Waitable
 from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
+from layerzero.slow_links.encoded_refresh import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
 
 __all__ = ["GatherState", "WeightStorage"]
 
@@ -75,7 +75,7 @@ class WeightStorage:
         state: state of the full buffer.
         refresh_in_full: True if the next refresh must not be sent as differences.
         last_change: last change of each compute weight, 1-D [G / S], int16, from which `refresher` predicts the next
-            change; None if it predicts nothing. See [Note: Lossless differences] in utils/lossless_differences.py.
+            change; None if it predicts nothing. See [Note: Lossless differences] in slow_links/lossless_differences.py.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class WeightStorage:
     def equals_cast_master(self) -> bool:
         """True if refreshed compute weights equal the cast masters.
 
-        Otherwise, they differ by the error of a codec; see [Note: Lossy differences] in comm/difference_codecs.py.
+        Otherwise, they differ by the error of a codec; see [Note: Lossy differences] in slow_links/int4_difference.py.
         """
         return self.refresher is None or self.refresher.lossless
 

@@ -15,13 +15,13 @@ import torch
 
 from layerzero.comm.codecs import EncodedPartsSpec, has_feedback, residual_numel
 from layerzero.comm.collectives import Collective
-from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.scratch_buffers import plan_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
+from layerzero.slow_links.int4_difference import Int4Difference
 
 __all__ = [
     "MemoryEstimate",

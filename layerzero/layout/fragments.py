@@ -1,6 +1,6 @@
 """Divide a model into fragments, and schedule the exchange of each fragment between training sites.
 
-See [Note: Outer steps] in optimizers/outer_steps.py. This module does not import torch and needs no process group.
+See [Note: Outer steps] in outer_steps.py. This module does not import torch and needs no process group.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from layerzero.checkpoint.loading import PreparedLoad, prepare_load
 from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
+from layerzero.ema import EMA
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import expert_names_of
 from layerzero.megatron.global_layout import global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_on_all_ranks
-from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
 

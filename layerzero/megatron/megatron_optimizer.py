@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.dtensor.local_shard import plain
+from layerzero.ema import EMA
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse_nonfinite
 from layerzero.megatron.param_groups import Condition, param_groups
 from layerzero.megatron.weight_checks import is_counted
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
-from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import refresh

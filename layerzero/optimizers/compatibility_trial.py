@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from layerzero.dtensor.stale_parameter import current
+from layerzero.muon.split_step import Turn, step_param_by_param
 from layerzero.optimizers.apex import apex_class, with_preparation
 from layerzero.optimizers.optimizer_copy import HOOKS, copy_optimizer, unwrap_step, user_attributes
 from layerzero.optimizers.placeholders import placeholder
-from layerzero.optimizers.split_step import Turn, step_param_by_param
 
 __all__ = [
     "TrialError",

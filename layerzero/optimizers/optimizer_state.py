@@ -16,7 +16,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.optimizers.owner_step import OwnedParam
+from layerzero.muon.owner_step import OwnedParam
 
 __all__ = [
     "IMPLEMENTATION_SETTINGS",

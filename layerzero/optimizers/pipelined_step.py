@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from layerzero.engine.handle import Handle
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.weight_refresh import RefreshRound
+from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.compatibility import is_elementwise_by_name
-from layerzero.optimizers.param_owners import OwnerTable
 
 __all__ = ["update_params"]
 

@@ -32,6 +32,8 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
+from layerzero.muon.owner_step import OwnedParam
+from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
 from layerzero.optimizers.compatibility import (
     is_elementwise_by_name,
@@ -52,8 +54,6 @@ from layerzero.optimizers.optimizer_state import (
     to_float,
     to_public_value,
 )
-from layerzero.optimizers.owner_step import OwnedParam
-from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders, placeholder
 from layerzero.optimizers.state_view import ParamKeyedState

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.managed_param import ManagedParam
+from layerzero.muon.owner_step import OwnedParam
+from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
-from layerzero.optimizers.owner_step import OwnedParam
-from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
 __all__ = ["ParamKeyedState"]

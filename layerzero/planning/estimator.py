@@ -13,7 +13,6 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import ParamRows
-from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes
@@ -24,6 +23,7 @@ from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, StartReduction, collectives_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
+from layerzero.slow_links.int4_difference import Int4Difference
 
 __all__ = [
     "ALIKE_TEXT",

@@ -14,7 +14,7 @@ from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.specs import UnitSpec
 from layerzero.layout.fragments import divide_into_fragments, start_positions
 from layerzero.layout.shard_grid import Extent
-from layerzero.optimizers.outer_steps import OuterSettings
+from layerzero.outer_steps import OuterSettings
 from layerzero.planning.estimator import Estimate
 from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 

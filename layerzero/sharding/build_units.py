@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.codecs import EncodedPartsSpec, encoded_bytes, encoded_sizes, has_feedback, is_encoded
 from layerzero.comm.collectives import backend_of
-from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
-from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.stale_parameter import make_stale
@@ -30,11 +28,13 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
+from layerzero.extensions import Extension, GatheredBytes, has_extension
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
+from layerzero.slow_links.int4_difference import Int4Difference
 
 __all__ = [
     "build_unit",

@@ -18,8 +18,6 @@ from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import connect_pairs, timeout_of
-from layerzero.comm.difference_codecs import Int4Difference
-from layerzero.comm.encoded_refresh import EncodedRefresher
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import (
@@ -29,7 +27,6 @@ from layerzero.comm.process_groups import (
     groups_to_release,
     wait_for_releases,
 )
-from layerzero.comm.refresh_speed import RefreshDurations, measure_refresh
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
@@ -75,7 +72,10 @@ from layerzero.sharding.unit_meshes import (
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
-from layerzero.utils.lossless_differences import LosslessDifferences
+from layerzero.slow_links.encoded_refresh import EncodedRefresher
+from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links.lossless_differences import LosslessDifferences
+from layerzero.slow_links.refresh_speed import RefreshDurations, measure_refresh
 
 _log = logging.getLogger("layerzero")
 

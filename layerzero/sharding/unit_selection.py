@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
-from layerzero.dtensor.extensions import has_extension, inner_tensor, reason_not_extensible
 from layerzero.dtensor.model_parallel_spec import local_part, reason_not_shardable
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.extensions import has_extension, inner_tensor, reason_not_extensible
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
 __all__ = [

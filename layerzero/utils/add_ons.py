@@ -8,8 +8,8 @@ from typing import Any
 __all__ = ["ADD_ONS", "addon"]
 
 ADD_ONS = {
-    "extensions": "layerzero.dtensor.extensions",  # all-gather extensions of tensor subclasses, such as float8
-    "muon": "layerzero.optimizers.param_owners",  # owners, for optimizers that need full parameters
+    "extensions": "layerzero.extensions",  # all-gather extensions of tensor subclasses, such as float8
+    "muon": "layerzero.muon.owner_table",  # owners, for optimizers that need full parameters
     "yaml": "layerzero.config.yaml_file",  # settings from a YAML file
 }
 

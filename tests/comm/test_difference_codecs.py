@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.comm.difference_codecs import _AT_ONCE
 from layerzero.engine import weight_storage
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
+from layerzero.slow_links.int4_difference import _AT_ONCE
 from layerzero.utils.bit_sums import digest
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register

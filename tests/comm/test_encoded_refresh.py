@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.comm import encoded_refresh, refresh_speed
 from layerzero.device.accelerator import default_device_type
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.shard_grid import Extent
-from layerzero.utils.lossless_differences import LosslessDifferences
+from layerzero.slow_links import encoded_refresh, refresh_speed
+from layerzero.slow_links.lossless_differences import LosslessDifferences
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_threads import late_threads

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
-from layerzero.layout.owner_layout import JoinAxis, OwnerLayouts, ParamOwner, plan_owners, update_cost
 from layerzero.layout.shard_grid import Extent, ShardGrid
+from layerzero.muon.owner_layout import JoinAxis, OwnerLayouts, ParamOwner, plan_owners, update_cost
 
 GRIDS = [(replicas, size) for replicas in (1, 2, 3, 4, 8) for size in (1, 2, 4, 8)]
 Params = list[tuple[str, tuple[int, ...]]]

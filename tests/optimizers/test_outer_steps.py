@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero.dtensor.local_shard import plain
-from layerzero.optimizers.outer_steps import OuterSteps
+from layerzero.outer_steps import OuterSteps
 from tests.support.models import (
     IntegerNet,
     assert_close,

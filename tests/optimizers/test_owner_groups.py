@@ -20,9 +20,9 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.weight_storage import WeightStorage
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.optimizers import param_owners
+from layerzero.muon import owner_table
+from layerzero.muon.owner_table import owners_of
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
-from layerzero.optimizers.param_owners import owners_of
 from tests.optimizers.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
@@ -134,7 +134,7 @@ def _unlike_trials(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
+            patch.setattr(owner_table, "steps_matrices_separately", lambda *_: False)
         with pytest.raises(ValueError, match=r"joined along model-parallel axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not owners_of(get_state(model)).owners

@@ -24,8 +24,8 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
+from layerzero.muon.owner_table import owners_of
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
-from layerzero.optimizers.param_owners import owners_of
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_caching

@@ -21,7 +21,7 @@ import layerzero
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
-from layerzero.optimizers.param_owners import owners_of
+from layerzero.muon.owner_table import owners_of
 from tests.optimizers.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.utils.lossless_differences import _AT_ONCE, COMPRESSIONS, LosslessDifferences
+from layerzero.slow_links.lossless_differences import _AT_ONCE, COMPRESSIONS, LosslessDifferences
 
 CODECS = pytest.mark.parametrize(
     "compression",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from layerzero import WeightPacketError, WeightReceiver
-from layerzero.utils import weight_packets
-from layerzero.utils.weight_packets import PacketPosition, make_packet
+from layerzero.slow_links import weight_packets
+from layerzero.slow_links.weight_packets import PacketPosition, make_packet
 
 needs_zstandard = pytest.mark.skipif(find_spec("zstandard") is None, reason="needs zstandard: pip install zstandard")
 COMPRESSIONS = ["zlib", pytest.param("zstd", marks=needs_zstandard)]

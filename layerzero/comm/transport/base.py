@@ -32,11 +32,11 @@ from torch import Tensor
 
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import Communicator, PendingCollective, PendingReduction
-from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
 from layerzero.layout.flat_layout import FlatLayout
+from layerzero.slow_links.encoded_refresh import PendingRefresh
 
 __all__ = [
     "BufferDemand",

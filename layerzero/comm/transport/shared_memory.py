@@ -41,7 +41,6 @@ from layerzero.comm.collectives import (
     collective_error,
     launching,
 )
-from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import display_name
 from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
@@ -60,6 +59,7 @@ from layerzero.device.buffer_pools import Size
 from layerzero.device.streams import ThreadStream
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
+from layerzero.slow_links.encoded_refresh import PendingRefresh
 
 __all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "WriteBarrier", "segment_sizes"]
 

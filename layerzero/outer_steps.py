@@ -50,12 +50,12 @@ from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
+from layerzero.ema import own_rows
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.fragments import divide_into_fragments, start_positions
-from layerzero.optimizers.ema import own_rows
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.utils.bit_sums import sum64

@@ -32,6 +32,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from layerzero.comm.codecs import DifferenceCodec
 from layerzero.comm.collectives import (
     Collective,
     Communicator,
@@ -40,7 +41,6 @@ from layerzero.comm.collectives import (
     all_gather,
     all_gather_small,
 )
-from layerzero.comm.difference_codecs import DifferenceCodec
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStream

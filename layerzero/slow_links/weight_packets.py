@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.utils.lossless_differences import LosslessDifferences, memoryview_of
+from layerzero.slow_links.lossless_differences import LosslessDifferences, memoryview_of
 
 __all__ = ["PacketPosition", "WeightPacketError", "WeightReceiver", "make_packet"]
 

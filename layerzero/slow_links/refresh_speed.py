@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from layerzero.comm.collectives import Collective, Communicator, all_gather, all_gather_small
-from layerzero.utils.lossless_differences import LosslessDifferences
+from layerzero.slow_links.lossless_differences import LosslessDifferences
 
 __all__ = ["RefreshDurations", "measure_refresh"]
 

@@ -1,4 +1,4 @@
-"""Define the protocol for codecs of refreshed weights, and a codec that sends differences in 4 bits.
+"""Send refreshed weights as differences in 4 bits.
 
 [Note: Lossy differences]
 Each rank encodes the difference between the cast masters of its part and its previous compute weights. All replicas,
@@ -17,52 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import Int4Blocks, ParamRows
+from layerzero.comm.codecs import ParamRows
+from layerzero.slow_links.block_codecs import Int4Blocks
 
-__all__ = ["DifferenceCodec", "Int4Difference"]
+__all__ = ["Int4Difference"]
 
 _AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block size of Int4Blocks
-
-
-class DifferenceCodec(Protocol):
-    """Protocol for codecs that encode 16-bit weights relative to previous weights, which all receivers have.
-
-    All methods may be called from several threads at once. A message that is as large as the weights contains the
-    weights themselves.
-
-    Attributes:
-        lossless: True if receivers decode exactly the weights that were encoded.
-        predicts: True if a message depends on the differences of the previous message, which senders and receivers
-            keep. Otherwise, `last_change` is None.
-    """
-
-    lossless: ClassVar[bool]
-    predicts: ClassVar[bool]
-
-    def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
-        """Encode `new` into the beginning of `out`, and return the size of the message in bytes.
-
-        A codec that is not lossless then replaces `new` with the weights that receivers decode.
-
-        Args:
-            old: previous weights, 1-D [n], in a 16-bit dtype and in host memory.
-            new: weights to encode, with the dtype and shape of `old`.
-            out: uint8 [2 n].
-            last_change: int16 [n], equal for the sender and the receivers of the weights. Both methods update it. A
-                message that contains the weights themselves sets it to zero.
-        """
-
-    def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
-        """Replace the previous `weights`, 1-D [n], with the weights of the message `encoded`, 1-D uint8.
-
-        Raises:
-            ValueError: the message is damaged, or was not encoded for `weights` of this size.
-        """
 
 
 @dataclass(frozen=True)
@@ -89,7 +54,7 @@ class Int4Difference:
     _blocks: ClassVar[Int4Blocks] = Int4Blocks(feedback=False)
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
-        """Encode the difference between `new` and `old`. See :class:`DifferenceCodec` for the arguments."""
+        """Encode the difference between `new` and `old`. See `DifferenceCodec` for the arguments."""
         size = self.message_bytes(len(new))
         is_encoded = size < new.nbytes
         for piece, rows, place in self._iter_pieces(len(new)) if is_encoded else ():
@@ -105,7 +70,7 @@ class Int4Difference:
         return size
 
     def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
-        """Add the difference in a message to `weights`. See :class:`DifferenceCodec` for the arguments."""
+        """Add the difference in a message to `weights`. See `DifferenceCodec` for the arguments."""
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)
             return

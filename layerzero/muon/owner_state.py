@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.optimizers.owner_step import OwnedParam
+from layerzero.muon.owner_step import OwnedParam
 
 __all__ = ["add_remote_owner_state"]
 

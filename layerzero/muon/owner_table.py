@@ -20,17 +20,17 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
 from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.owner_layout import JoinAxis, ParamOwner, plan_owners
-from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
-from layerzero.optimizers.owner_groups import (
+from layerzero.muon.owner_groups import (
     OwnerGroup,
     join_axis,
     owner_group_across,
     owner_group_of,
     positions_across,
 )
-from layerzero.optimizers.owner_state import add_remote_owner_state
-from layerzero.optimizers.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
+from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
+from layerzero.muon.owner_state import add_remote_owner_state
+from layerzero.muon.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
+from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 

@@ -37,9 +37,9 @@ from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.layout.owner_layout import ParamOwner, update_cost
-from layerzero.optimizers.owner_groups import OwnerGroup
-from layerzero.optimizers.split_step import Turn, step_param_by_param
+from layerzero.muon.owner_groups import OwnerGroup
+from layerzero.muon.owner_layout import ParamOwner, update_cost
+from layerzero.muon.split_step import Turn, step_param_by_param
 
 __all__ = ["OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
 

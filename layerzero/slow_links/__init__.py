@@ -1,0 +1,1 @@
+"""Encode messages for slow links: gradients and refreshed weights between nodes, and packets of weights."""
