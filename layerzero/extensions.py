@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -39,23 +41,11 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
 
-__all__ = [
-    "ExtendedGather",
-    "Extension",
-    "GatheredBytes",
-    "accumulate_grad_node",
-    "has_extension",
-    "inner_tensor",
-    "reason_not_extensible",
-]
+__all__ = ["inner_tensor", "reason_not_extensible", "split_parameter"]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-def has_extension(tensor: Tensor) -> bool:
-    """Return whether the tensor's class has an all-gather extension as defined by FSDP2."""
-    return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
 def reason_not_extensible(tensor: Tensor) -> str | None:
@@ -103,15 +93,29 @@ def _num_arguments(tensor: Any) -> int:
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
+def split_parameter(
+    parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
+) -> tuple[nn.Parameter, GatherExtension]:
+    """Return a plain parameter that uses the memory of `parameter`, and the constructor of its gathers."""
+    subclass: Any = parameter
+    (inner,), context = subclass.__tensor_flatten__()
+    values = inner_tensor(parameter)
+    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+    extension = _Extension(type(parameter), inner, context, weakref.ref(module), policy)
+    own_attributes = vars(extension.wrap_rows(plain.detach())).keys()
+    for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
+        if name not in own_attributes:
+            setattr(plain, name, value)
+    plain._backward_hooks = parameter._backward_hooks
+    if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) is not None:
+        plain._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    values.data = torch.empty(0, dtype=values.dtype, device=values.device)
+    return plain, partial(_ExtendedGather, extension)
+
+
 @dataclass(frozen=True, eq=False)
-class Extension:
-    """Tensor subclass of one parameter, and the arguments for its all-gather extension.
-
-    Example::
-
-        plain, extension = Extension.split_parameter(parameter, module, policy)
-        local = extension.wrap_rows(rows)  # tensor of the class that wraps `rows`
-    """
+class _Extension:
+    """Tensor subclass of one parameter, and the arguments for its all-gather extension."""
 
     kind: type[Tensor]
     inner: str  # name of the attribute that refers to the inner tensor
@@ -119,44 +123,14 @@ class Extension:
     module: weakref.ref[nn.Module]
     policy: MixedPrecisionPolicy
 
-    @classmethod
-    def split_parameter(
-        cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
-    ) -> tuple[nn.Parameter, Extension]:
-        """Return a plain parameter that uses the memory of `parameter`, and the extension of the parameter's class."""
-        subclass: Any = parameter
-        (inner,), context = subclass.__tensor_flatten__()
-        values = inner_tensor(parameter)
-        plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
-        extension = cls(type(parameter), inner, context, weakref.ref(module), policy)
-        own_attributes = vars(extension.wrap_rows(plain.detach())).keys()
-        for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
-            if name not in own_attributes:
-                setattr(plain, name, value)
-        plain._backward_hooks = parameter._backward_hooks
-        if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) is not None:
-            plain._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
-        values.data = torch.empty(0, dtype=values.dtype, device=values.device)
-        return plain, extension
-
     def wrap_rows(self, rows: Tensor) -> Any:
         """Return a tensor of the parameter's class that wraps `rows` without a copy."""
         kind: Any = self.kind
         return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
 
 
-class GatheredBytes(NamedTuple):
-    """Memory, in bytes, that one gathered parameter uses if its class has an all-gather extension."""
-
-    received: tuple[int, ...]  # for each input of the gather: number of bytes received from all ranks
-    made: tuple[int, ...]  # for each storage that the class has allocated: size in bytes
-
-
-class ExtendedGather:
+class _ExtendedGather(ExtendedGather):
     """Gathers of one parameter through the extension of its class; see [Note: All-gather extensions].
-
-    This class has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
-    :class:`~layerzero.engine.gathered_params.GatheredParams`.
 
     Args:
         name: name of the parameter.
@@ -170,7 +144,7 @@ class ExtendedGather:
 
     def __init__(
         self,
-        extension: Extension,
+        extension: _Extension,
         name: str,
         shape: tuple[int, ...],
         shard: Tensor,
@@ -189,6 +163,7 @@ class ExtendedGather:
         self._local = extension.wrap_rows(shard.view(-1, *shape[1:]))
         self._metadata: Any = None
         self._sent: list[Tensor] = []
+        self._works: list[PendingCollective] = []  # of the gather in flight
         self._param_dtype = extension.policy.param_dtype or shard.dtype
 
         failure: Exception | None = None
@@ -209,7 +184,8 @@ class ExtendedGather:
                 self._without_padding(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
                 for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
             )
-            self._launch(inputs, label, Collective.UNSHARD).wait()
+            self._launch(inputs, label, Collective.UNSHARD)
+            self.wait()
             self.parameter, self._made = self._build_parameter()
         self._received_bytes = tuple(buffer.nbytes for buffer in self._buffers)
         self._made_bytes = tuple(storage.nbytes() for storage in self._made)
@@ -218,6 +194,16 @@ class ExtendedGather:
     def sizes(self) -> tuple[int, ...]:
         """Size in bytes of each storage that is allocated while the unit computes."""
         return (*self._received_bytes, *self._made_bytes)
+
+    @property
+    def accumulate_grad_node(self) -> Node:
+        self.parameter.requires_grad_(True)
+        with torch.enable_grad():
+            output: Tensor = _Touch.apply(self.parameter)  # type: ignore[no-untyped-call]
+        assert output.grad_fn is not None
+        node = output.grad_fn.next_functions[0][0]
+        assert node is not None
+        return node
 
     @property
     def extension_memory(self) -> GatheredBytes:
@@ -237,7 +223,7 @@ class ExtendedGather:
         """Increment the version counter, so that autograd rejects graphs that have saved the gathered parameter."""
         increment_version(self.parameter)
 
-    def gather(self, *, name: str) -> PendingExtendedGather:
+    def gather(self, *, name: str) -> _ExtendedGather:
         """Launch the gather of the inputs that ``fsdp_pre_all_gather`` returns.
 
         That method may call collectives on the mesh of the ZeRO-3 group.
@@ -252,7 +238,14 @@ class ExtendedGather:
                 )
             for buffer, nbytes in zip(self._buffers, self._received_bytes, strict=True):
                 self._storages.allocate(buffer.untyped_storage(), nbytes)
-            return self._launch(inputs, name, Collective.GATHER)
+            self._launch(inputs, name, Collective.GATHER)
+        return self
+
+    def wait(self) -> None:
+        """Wait for the gather in flight, and release its inputs."""
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
 
     def fill(self, storages: FullBufferPool) -> None:
         """Fill the gathered parameter by passing the received tensors to the class's ``fsdp_post_all_gather``."""
@@ -266,10 +259,6 @@ class ExtendedGather:
         for storage in self._all_storages():
             if storage.nbytes():
                 storages.free(storage)
-
-    def release_inputs(self) -> None:
-        """Release the inputs of a gather that has finished."""
-        self._sent = []
 
     def _all_storages(self) -> list[UntypedStorage]:
         return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
@@ -299,15 +288,13 @@ class ExtendedGather:
             )
         return inputs, metadata
 
-    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> PendingExtendedGather:
+    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> None:
         self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
-        works = []
         for buffer, sent in zip(self._buffers, self._sent, strict=True):
             if self._comm.size == 1:
                 buffer.copy_(sent)
             elif sent.numel():
-                works.append(all_gather(self._comm, collective, buffer, sent, name=name))
-        return PendingExtendedGather(works, self)
+                self._works.append(all_gather(self._comm, collective, buffer, sent, name=name))
 
     def _build_parameter(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
         """Build the gathered parameter. Return the parameter and the storages that the class has allocated for it."""
@@ -336,35 +323,11 @@ class ExtendedGather:
         return nn.Parameter(gathered, requires_grad=False), list(new_storages.values())
 
 
-@dataclass(frozen=True)
-class PendingExtendedGather:
-    """In-flight gather of a parameter whose class has an all-gather extension."""
-
-    works: Sequence[PendingCollective]
-    gather: ExtendedGather
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.gather.release_inputs()
-
-
-class _without_autograd:
-    """Context manager that disables autograd and inference mode.
-
-    Tensors created inside the context can be used after the current forward, with or without gradients.
-    """
-
-    def __init__(self) -> None:
-        self._modes = (torch.inference_mode(False), torch.no_grad())
-
-    def __enter__(self) -> None:
-        for mode in self._modes:
-            mode.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*raised)
+@contextmanager
+def _without_autograd() -> Iterator[None]:
+    """Disable autograd and inference mode, so that gathered tensors can be used with and without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Touch(torch.autograd.Function):
@@ -377,14 +340,3 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         return None
-
-
-def accumulate_grad_node(leaf: nn.Parameter) -> Node:
-    """Return the AccumulateGrad node of a leaf. The leaf's class does not need to support any operator."""
-    leaf.requires_grad_(True)
-    with torch.enable_grad():
-        output: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]
-    assert output.grad_fn is not None
-    node = output.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node

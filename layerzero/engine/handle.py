@@ -12,6 +12,7 @@ from layerzero.comm.collectives import Communicator
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
+from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
@@ -26,7 +27,6 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import GatherState, WeightStorage
-from layerzero.extensions import ExtendedGather, Extension, GatheredBytes, accumulate_grad_node
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 
@@ -55,7 +55,6 @@ class Handle:
     Attributes:
         full_precision: full buffer in master dtype inside ``layerzero.full_precision``, otherwise None.
         refresh_due: True if a step has changed the masters and their refresh has not been launched.
-        is_extended: True if an all-gather extension gathers the shard.
         used_in_context: True if a ``layerzero.gathered`` context has gathered the handle.
     """
 
@@ -70,7 +69,7 @@ class Handle:
         reduction_spec: ReductionSpec,
         mesh: MeshResources,
         options: GatherOptions,
-        extension: Extension | None = None,
+        extension: GatherExtension | None = None,
     ) -> None:
         self.name = name
         self.label = label
@@ -83,7 +82,6 @@ class Handle:
         self.refresh_due = False
         self.used_in_context = False
         self._mesh = mesh
-        self.is_extended = extension is not None
         parameters = [parameter for parameter, _, _ in originals]
         is_trained = any(parameter.requires_grad for parameter in parameters)
         self.weights = WeightStorage(
@@ -94,17 +92,19 @@ class Handle:
             label=label,
             updated_on_host=is_trained or precision.master != precision.compute,
             refresher=mesh.refresher if is_trained and precision.casts_to_16_bits else None,
-            has_extension=self.is_extended,
+            has_extension=extension is not None,
         )
         self.weights.set_values(parameters)
         if self.weights.refresher is not None:  # a thread may still read the masters
             self.tracker.before_write = self.weights.finish_refresh
-        self._gathered_params: GatheredParams | ExtendedGather = GatheredParams(self.weights.compute)
+        self._extended: ExtendedGather | None = None
         if extension is not None:
             name, shape = layout.slots[0].name, tuple(parameters[0].shape)
-            self._gathered_params = ExtendedGather(
-                extension, name, shape, self.weights.zero3_shard, self.mesh_info, mesh.pools.full, label=label
+            self._extended = extension(
+                name, shape, self.weights.zero3_shard, self.mesh_info, mesh.pools.full, label=label
             )
+        self._views = GatheredParams(self.weights.compute)
+        self._gathered_params: GatheredParams | ExtendedGather = self._extended or self._views
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
@@ -119,7 +119,7 @@ class Handle:
     @property
     def extension_memory(self) -> GatheredBytes | None:
         """Memory that the gathered parameter uses if its class has an all-gather extension, otherwise None."""
-        return self._gathered_params.extension_memory if isinstance(self._gathered_params, ExtendedGather) else None
+        return None if self._extended is None else self._extended.extension_memory
 
     @property
     def trainable(self) -> bool:
@@ -183,11 +183,10 @@ class Handle:
     ) -> ManagedParam:
         master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         flat_range, offers_main_grad = slice(slot.offset, slot.end), self.reduction_spec.sends_accumulator
-        if isinstance(self._gathered_params, ExtendedGather):
-            leaf = self._gathered_params.parameter
-            accumulate_grad = accumulate_grad_node(leaf)
+        if self._extended is not None:
+            leaf, accumulate_grad = self._extended.parameter, self._extended.accumulate_grad_node
         else:
-            leaf = self._gathered_params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
+            leaf = self._views.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
@@ -223,9 +222,9 @@ class Handle:
         if self.full_precision is not None:
             self.full_precision.gather()
             weights.record_gather_launched(None)
-        elif isinstance(self._gathered_params, ExtendedGather):
+        elif self._extended is not None:
             weights.finish_refresh()
-            weights.record_gather_launched(self._gathered_params.gather(name=self.label))
+            weights.record_gather_launched(self._extended.gather(name=self.label))
         else:
             weights.record_gather_launched(weights.launch_gather())
 
@@ -264,7 +263,7 @@ class Handle:
                 "embedding with max_norm). The change would be lost"
                 + (
                     ""
-                    if self.weights.needs_gather or self.is_extended or self.full_precision
+                    if self.weights.needs_gather or self._extended or self.full_precision
                     else ", or has corrupted the compute weights. Load the weights again"
                 )
                 + ". Change the sharded parameter between steps instead"

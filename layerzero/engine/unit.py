@@ -146,7 +146,7 @@ class Unit:
 
     def _freed_storages(self) -> frozenset[int | None]:
         """Return the keys of the storages that resharding frees."""
-        if any(handle.full_precision is not None or handle.is_extended for handle in self.handles):
+        if any(handle.full_precision is not None or handle.extension_memory is not None for handle in self.handles):
             used = (member.gathered if member.evaluated is None else member.evaluated for member in self.members())
             return frozenset(map(_storage_key, used)) - {None}
         return self._usual_freed_storages

@@ -13,9 +13,9 @@ from layerzero.comm.transport.base import TransportTraits, post_forward_bytes
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
 from layerzero.device.buffer_pools import Size, UnitFootprint
+from layerzero.dtensor.gather_extension import GatheredBytes
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
-from layerzero.extensions import GatheredBytes
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid
 

@@ -18,6 +18,7 @@ from layerzero.comm.collectives import backend_of
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
+from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.stale_parameter import make_stale
@@ -28,13 +29,13 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
-from layerzero.extensions import Extension, GatheredBytes, has_extension
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
 from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.utils.add_ons import addon
 
 __all__ = [
     "build_unit",
@@ -446,13 +447,13 @@ def build_unit(
     return unit, uninitialized
 
 
-def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
+def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict[str, GatherExtension]:
     """Replace parameters that have an all-gather extension with plain parameters. Return the extensions by name."""
-    extensions: dict[str, Extension] = {}
+    extensions: dict[str, GatherExtension] = {}
     for index, info in enumerate(plan.parameters):
         if has_extension(info.parameter):
             module, _ = info.owners[0]
-            plain, extensions[info.name] = Extension.split_parameter(info.parameter, module, policy)
+            plain, extensions[info.name] = addon("extensions").split_parameter(info.parameter, module, policy)
             for owner, attribute in info.owners:
                 owner._parameters[attribute] = plain
             plan.parameters[index] = ParamInfo(info.name, plain, info.owners)

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
+from layerzero.dtensor.gather_extension import has_extension
 from layerzero.dtensor.model_parallel_spec import local_part, reason_not_shardable
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.extensions import has_extension, inner_tensor, reason_not_extensible
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
+from layerzero.utils.add_ons import addon
 
 __all__ = [
     "ParamInfo",
@@ -542,7 +543,8 @@ def _refuse_shared_memory(model: nn.Module, sharded: Collection[int]) -> None:
     used = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_sharded = id(tensor) in sharded
-        values = inner_tensor(tensor) if is_sharded and has_extension(tensor) else local_part(tensor)
+        is_wrapper = is_sharded and has_extension(tensor)
+        values = addon("extensions").inner_tensor(tensor) if is_wrapper else local_part(tensor)
         if is_plain_strided(values) and values.numel():
             used.append(_Memory.of(name, values, is_sharded=is_sharded))
     ranges: list[list[_Memory]] = []  # tensors whose ranges of addresses overlap
@@ -596,8 +598,9 @@ def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | 
         if not _has_default_dispatch(local):
             return f"a DTensor whose local tensor is a {type(local).__name__}, a tensor subclass"
     elif has_extension(parameter):
-        if (why := reason_not_extensible(parameter)) is not None:
-            return why
+        reason: str | None = addon("extensions").reason_not_extensible(parameter)
+        if reason is not None:
+            return reason
     elif not _is_plain(parameter):
         kind = type(parameter).__name__
         return f"a {kind}, a tensor subclass, which cannot be split into rows"
