@@ -34,9 +34,7 @@ from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
 from layerzero.sharding.closing import close
 from layerzero.sharding.module_methods import gathered, no_sync, refresh, register_forward_method
 from layerzero.sharding.shard_model import shard_model
-from layerzero.slow_links.block_codecs import Float8Rows, Int4Blocks, Int8Blocks
-from layerzero.slow_links.int4_difference import Int4Difference
-from layerzero.slow_links.weight_packets import WeightPacketError, WeightReceiver
+from layerzero.slow_links import Float8Rows, Int4Blocks, Int4Difference, Int8Blocks, WeightPacketError, WeightReceiver
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.weight_stream import WeightSender, stream_weights
 

@@ -33,7 +33,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.flat_layout import Slot
-from layerzero.slow_links.weight_packets import PacketPosition, make_packet
+from layerzero.slow_links import PacketPosition, make_packet
 
 __all__ = ["WeightSender", "stream_weights"]
 

@@ -92,7 +92,6 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-lossless": _ours(
         'layerzero hybrid, "sharded", lossless refresh', NODE, "sharded", refresh_codec="lossless"
     ),
-    "layerzero-auto": _ours('layerzero hybrid, "sharded", refresh_codec="auto"', NODE, "sharded", refresh_codec="auto"),
     "layerzero-int4-lossless": _ours(
         'layerzero hybrid, "sharded", hop 2 in int4, lossless refresh',
         NODE,

@@ -77,6 +77,7 @@ class FeedbackCodec(GatherCodec, Protocol):
         """Encode ``shard + residual`` into `out`, and store the error of the encoding in `residual` (1-D, bf16)."""
 
 
+@runtime_checkable
 class DifferenceCodec(Protocol):
     """Protocol for codecs that encode 16-bit weights relative to previous weights, which all receivers have.
 

@@ -11,16 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.codecs import GatherCodec
-from layerzero.slow_links.int4_difference import Int4Difference
-from layerzero.slow_links.lossless_differences import LosslessDifferences
+from layerzero.comm.codecs import DifferenceCodec, GatherCodec
 from layerzero.utils.add_ons import addon
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units", "codec_text"]
 
 ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
-REFRESH_CODECS = (None, "lossless", "auto")
+REFRESH_CODECS = (None, "lossless")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _BOOLS = (
     *OFFLOADS,
@@ -87,7 +85,7 @@ class LayerZeroConfig:
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
     hop2_codec: GatherCodec | None = None
-    refresh_codec: str | Int4Difference | None = None
+    refresh_codec: str | DifferenceCodec | None = None
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -100,7 +98,7 @@ class LayerZeroConfig:
         with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
         `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
         `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``, and `refresh_codec` can be ``lossless``,
-        ``int4_difference`` or ``auto``.
+        or ``int4_difference``.
 
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
@@ -147,10 +145,10 @@ class LayerZeroConfig:
         _check_accumulation_dtype(self.accumulation_dtype, self.accumulation)
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
-        if self.refresh_codec not in REFRESH_CODECS and not isinstance(self.refresh_codec, Int4Difference):
+        refresh = self.refresh_codec
+        if refresh not in REFRESH_CODECS and (isinstance(refresh, type) or not isinstance(refresh, DifferenceCodec)):
             raise ValueError(
-                f"refresh_codec={self.refresh_codec!r} is not supported. Use one of {REFRESH_CODECS} or "
-                "layerzero.Int4Difference()"
+                f"refresh_codec={refresh!r} is not supported. Use one of {REFRESH_CODECS} or layerzero.Int4Difference()"
             )
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
@@ -175,8 +173,8 @@ class LayerZeroConfig:
 
     @property
     def encodes_refreshes(self) -> bool:
-        """True if refreshes are sent as differences; False for ``"auto"``, which `shard_model` replaces."""
-        return self.refresh_codec not in (None, "auto")
+        """True if refreshes are sent as differences."""
+        return self.refresh_codec is not None
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
         """Return the accumulation mode of a unit, one of `ACCUMULATIONS`."""
@@ -236,7 +234,7 @@ class LayerZeroConfig:
         :meth:`of_unit` returns the settings that may differ between units.
         """
         policy, refresh = self.mp_policy, self.refresh_codec
-        compression = LosslessDifferences.best().compression if isinstance(refresh, str) else None
+        compression = addon("slow_links").LosslessDifferences.best().compression if isinstance(refresh, str) else None
         policy_fields = (
             {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
         )

@@ -17,8 +17,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
-from layerzero.slow_links.block_codecs import Float8Rows, Int4Blocks, Int8Blocks
-from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links import Float8Rows, Int4Blocks, Int4Difference, Int8Blocks
 
 __all__ = [
     "HOP2_CODECS",

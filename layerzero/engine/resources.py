@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import Transport
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.engine.gradient_offload import AccumulatorAllocator
-from layerzero.slow_links.encoded_refresh import EncodedRefresher
 
 __all__ = ["MeshResources", "ModelPools"]
 

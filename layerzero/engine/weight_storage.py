@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
+from layerzero.comm.refreshers import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
 from layerzero.comm.transport.base import FullBuffer, GatherOptions, LocalBuffer
 from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
@@ -33,7 +34,6 @@ from layerzero.device.streams import Waitable
 from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
-from layerzero.slow_links.encoded_refresh import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
 
 __all__ = ["GatherState", "WeightStorage"]
 
@@ -101,7 +101,7 @@ class WeightStorage:
         self._gathering: Waitable | None = None
         self.refresher = refresher
         self.refresh_in_full = True
-        self._refreshing: PendingCollective | PendingRefresh | None = None
+        self._refreshing: PendingRefresh | None = None
         self._encoded_refreshes = 0  # the same number on all ranks
 
         grid, dtype = self.mesh_info.grid, precision.compute
@@ -244,8 +244,9 @@ class WeightStorage:
     def launch_gather(self) -> Waitable | None:
         """Launch the gather of the full buffer. Return it, or None if there is nothing to wait for."""
         if self.buffer.gather_waits_for_refresh:
-            assert not isinstance(self._refreshing, PendingRefresh)  # devices refuse encoded refreshes
-            return self.buffer.gather(name=self.label, after=self._refreshing)
+            refreshing = self._refreshing
+            assert refreshing is None or isinstance(refreshing, PendingCollective)  # devices encode no refreshes
+            return self.buffer.gather(name=self.label, after=refreshing)
         if self.needs_gather:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)

@@ -21,7 +21,6 @@ from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.scratch_buffers import plan_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
-from layerzero.slow_links.int4_difference import Int4Difference
 
 __all__ = [
     "MemoryEstimate",
@@ -175,7 +174,8 @@ def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
 
 def _refresh_state_bytes(handle: HandleSpec, grid: ShardGrid, config: LayerZeroConfig) -> int:
     """Return the size of the last changes of weights, from which lossless refreshes are predicted."""
-    if not handle.encodes_refresh or isinstance(config.refresh_codec, Int4Difference):
+    codec = config.refresh_codec
+    if not handle.encodes_refresh or codec is None or not (isinstance(codec, str) or codec.predicts):
         return 0
     return grid.numel(handle.layout, Extent.ZERO3) * torch.int16.itemsize
 

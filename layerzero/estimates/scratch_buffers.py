@@ -23,14 +23,13 @@ from typing import NamedTuple
 
 from layerzero.comm.codecs import EncodedPartsSpec
 from layerzero.comm.collectives import Collective, encoded_buffer_sizes
+from layerzero.comm.refreshers import REFRESHES_IN_FLIGHT, refresh_buffer_sizes
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size, bytes_of_buffers
 from layerzero.engine.reduction_queue import IN_FLIGHT
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.shard_grid import Extent
-from layerzero.slow_links.encoded_refresh import IN_FLIGHT as REFRESHES_IN_FLIGHT
-from layerzero.slow_links.encoded_refresh import refresh_buffer_sizes
 
 __all__ = ["ScratchBuffers", "buffer_demand", "plan_scratch"]
 

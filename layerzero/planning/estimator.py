@@ -23,7 +23,7 @@ from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, StartReduction, collectives_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
-from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links import Int4Difference
 
 __all__ = [
     "ALIKE_TEXT",

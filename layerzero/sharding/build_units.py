@@ -34,12 +34,10 @@ from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_tensor_kind, is_plain_strided
-from layerzero.slow_links.int4_difference import Int4Difference
 from layerzero.utils.add_ons import addon
 
 __all__ = [
     "build_unit",
-    "can_encode_refreshes",
     "check_codec",
     "check_meta_init",
     "check_refresh_codec",
@@ -143,7 +141,8 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
             "step. Because the model computes in fp16, the loss scale may differ between the two steps. Compute in "
             "bf16, or pass feedback=False"
         )
-    codec = config.hop2_codec or (config.refresh_codec if isinstance(config.refresh_codec, Int4Difference) else None)
+    refresh = config.refresh_codec
+    codec = config.hop2_codec or (None if refresh is None or isinstance(refresh, str) or refresh.lossless else refresh)
     if codec is not None and _has_replicated_params(plans):
         raise ValueError(
             f"{type(codec).__name__} encodes adjacent parameters with a common scale, so the copies of a parameter on "
@@ -160,18 +159,13 @@ def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
     return are_mixed or any(isinstance(each, Replicate) for dtensor in dtensors for each in dtensor.placements)
 
 
-def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> bool:
-    """Return whether refreshes can be encoded, which needs gloo on the CPU and 16-bit copies of trainable masters."""
-    return _runs_on_gloo(mesh) and any(each.casts_to_16_bits for each in _precisions(plans, config))
-
-
 def check_refresh_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> None:
     """Raise ValueError if `refresh_codec` encodes refreshes but refreshes of the model cannot be encoded."""
     if config.encodes_refreshes and _precisions(plans, config) and not _runs_on_gloo(mesh):
         raise ValueError(
             f"refresh_codec={config.refresh_codec!r} encodes weights on the CPU and sends them with gloo, but this "
             f"model is on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave "
-            "refresh_codec out, or pass refresh_codec='auto'"
+            "refresh_codec out"
         )
     check_refresh_dtypes(plans, config)
 

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import has_peers, require_equal
-from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.codecs import DifferenceCodec, GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import connect_pairs, timeout_of
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
-from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import (
     ModelGroups,
     drop_released_groups,
@@ -27,7 +25,7 @@ from layerzero.comm.process_groups import (
     groups_to_release,
     wait_for_releases,
 )
-from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.comm.waits import monitor_waits
@@ -46,7 +44,6 @@ from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, p
 from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
     build_unit,
-    can_encode_refreshes,
     check_codec,
     check_meta_init,
     check_offload,
@@ -72,12 +69,9 @@ from layerzero.sharding.unit_meshes import (
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
-from layerzero.slow_links.encoded_refresh import EncodedRefresher
-from layerzero.slow_links.int4_difference import Int4Difference
-from layerzero.slow_links.lossless_differences import LosslessDifferences
-from layerzero.slow_links.refresh_speed import RefreshDurations, measure_refresh
 
 _log = logging.getLogger("layerzero")
+from layerzero.utils.add_ons import addon
 
 __all__ = ["shard_model"]
 
@@ -103,7 +97,7 @@ def shard_model(
     prefetch: int = 1,
     gather_codec: GatherCodec | None = None,
     hop2_codec: GatherCodec | None = None,
-    refresh_codec: str | Int4Difference | None = None,
+    refresh_codec: str | DifferenceCodec | None = None,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -203,9 +197,7 @@ def shard_model(
             differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical
             to those without the setting. Compression is fastest with the package zstandard. Only models that compute
             in bf16 or fp16 on the CPU, with gloo, are supported. :class:`Int4Difference` sends 4-bit differences, so
-            compute weights are no longer equal to the cast masters. ``"auto"`` measures the link and the compression
-            and chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica,
-            the setting has no effect.
+            compute weights are no longer equal to the cast masters. If there is one replica, the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
             share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -321,7 +313,6 @@ def _build(
         model_parallel_meshes, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation
     )
     mesh_info = model_ranks.mesh_info
-    config = _choose_refresh_codec(config, plans, model_ranks)
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     averaged = mesh_info.data_parallel
@@ -378,34 +369,11 @@ def _build(
     return lz_state
 
 
-def _choose_refresh_codec(
-    config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ranks: ModelRanks
-) -> LayerZeroConfig:
-    """Return `config` with ``refresh_codec="auto"`` replaced with ``"lossless"`` or None.
-
-    A trial refresh determines the choice, which is the same on all ranks.
-    """
-    if config.refresh_codec != "auto":
-        return config
-    chosen, comm, durations = None, model_ranks.mesh_info.replica_comm, None
-    if can_encode_refreshes(plans, config, model_ranks.mesh_info.mesh) and comm.size > 1:
-        trial_comm = replace(comm, counters=TrafficCounters())  # the trial is not traffic of the user's training
-        durations = torch.tensor(measure_refresh(trial_comm, LosslessDifferences.best()), dtype=torch.float64)
-        model_ranks.all_reduce(durations, dist.ReduceOp.MAX)
-        if RefreshDurations(*durations.tolist()).prefers_encoding:
-            chosen = "lossless"
-    if model_ranks.is_first and durations is not None:
-        text = "refresh_codec='auto': a trial refresh took %.0f ms, and %.0f ms with encoding. The codec is %s"
-        _log.info(text, *(1000 * durations).tolist(), chosen)
-    return replace(config, refresh_codec=chosen)
-
-
 def _create_refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) -> EncodedRefresher | None:
-    if not config.encodes_refreshes or mesh_info.replicas == 1:
+    if config.refresh_codec is None or mesh_info.replicas == 1:
         return None
-    chosen = config.refresh_codec
-    codec = chosen if isinstance(chosen, Int4Difference) else LosslessDifferences.best()
-    return EncodedRefresher(mesh_info.new_refresh_comm(), codec, pools.scratch)
+    refresher: EncodedRefresher = addon("slow_links").make_refresher(mesh_info, config.refresh_codec, pools.scratch)
+    return refresher
 
 
 def _agree_on_root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:

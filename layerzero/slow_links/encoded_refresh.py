@@ -41,19 +41,27 @@ from layerzero.comm.collectives import (
     all_gather,
     all_gather_small,
 )
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.refreshers import (
+    COMPARE_EVERY,
+    REFRESHES_IN_FLIGHT,
+    EncodedRefresher,
+    PendingRefresh,
+    RefreshInput,
+    refresh_buffer_sizes,
+)
 from layerzero.comm.wait_times import record_wait
-from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStream
+from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.streams import DeferredCollectiveError, ThreadStream
+from layerzero.slow_links.lossless_differences import LosslessDifferences
 from layerzero.utils.bit_sums import digest
 
-__all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffer_sizes"]
+__all__ = ["DifferenceRefresher", "make_refresher"]
 
-COMPARE_EVERY = 50  # refreshes of a handle between two comparisons of digests
-IN_FLIGHT = 2  # refreshes that have buffers at the same time: one is encoded while the other is sent and decoded
 _PATIENCE = 4.0  # seconds to complete refreshes while the process exits; less than the patience of streams.py
 
 
-class PendingRefresh:
+class _Pending(PendingRefresh):
     """Refresh in flight. It is complete when all parts are in the ZeRO-3 shard."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -65,13 +73,13 @@ class PendingRefresh:
     def done(self) -> bool:
         return self.finished.done()
 
-    def wait(self) -> None:
+    def wait(self, *, off_main_thread: bool = False, may_wait: Callable[[], bool] = lambda: True) -> None:
         """Wait for the refresh.
 
         Raises:
             RuntimeError: a collective has failed, a message is damaged, or the weights of the replicas differ.
         """
-        if isinstance(threading.current_thread(), StreamThread):
+        if off_main_thread:
             self.finished.result()
             return
         recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.launched)
@@ -82,52 +90,24 @@ class PendingRefresh:
             raise error.explain(error.error) from error.error
 
 
-@dataclass(frozen=True)
-class RefreshInput:
-    """Tensors and settings of one refresh. The masters must not change before the refresh has completed."""
-
-    name: str  # name of the unit, for messages and traces
-    shard: Tensor  # ZeRO-3 shard, 1-D, in a 16-bit dtype
-    sizes: list[int]  # number of elements in the part of each replica
-    master: Tensor  # masters of this rank's part, 1-D
-    in_full: bool  # True if this rank asks for a full refresh
-    compares: bool  # True if the ranks compare digests; the same on all ranks
-    # Last change of each weight of the ZeRO-3 shard, int16, equal on all replicas; None if the codec does not predict.
-    last_change: Tensor | None = None
-
-
 @dataclass
 class _RefreshState:
     """State of one encoded refresh in the background threads: its input, what callers wait for, and its messages."""
 
     given: RefreshInput
-    pending: PendingRefresh
+    pending: _Pending
     headers: list[list[int]] = field(default_factory=list)  # size, request for a full refresh, and digest of each rank
     received: Tensor | None = None  # buffer of the messages of all replicas
     works: PendingCollective | None = None
 
 
-def refresh_buffer_sizes(own: int, zero3: int, dtype: torch.dtype) -> list[Size]:
-    """Return the sizes of the buffers of a refresh: new weights, the message of this rank, and all messages.
-
-    Args:
-        own: number of elements of this rank's part.
-        zero3: number of elements of the ZeRO-3 shard.
-    """
-    return [(own, dtype), (own * dtype.itemsize, torch.uint8), (zero3 * dtype.itemsize, torch.uint8)]
-
-
-class EncodedRefresher:
+class DifferenceRefresher(EncodedRefresher):
     """Object that sends the refreshes of one mesh as encoded differences; see [Note: Encoded refreshes].
 
     Args:
         comm: gloo communicator along the replica axis that only this object uses.
         codec: codec of the differences.
         pool: pool of host buffers.
-
-    Attributes:
-        lossless: True if compute weights equal the cast masters after each refresh.
-        predicts: True if refreshes need the last change of each weight.
     """
 
     def __init__(self, comm: Communicator, codec: DifferenceCodec, pool: BufferPool) -> None:
@@ -137,15 +117,14 @@ class EncodedRefresher:
         self._codec = codec
         self._pool = pool
         self._encoding, self._decoding = ThreadStream("refresh encoding"), ThreadStream("refresh decoding")
-        self._free = threading.Semaphore(IN_FLIGHT)
+        self._free = threading.Semaphore(REFRESHES_IN_FLIGHT)
         self._failure: BaseException | None = None  # first error; this rank's collectives no longer match its peers'
         self._deadline: float | None = None  # for refreshes in flight while the process exits
         for stream in (self._encoding, self._decoding):
             stream.end_with(self)
 
     def launch(self, given: RefreshInput) -> PendingRefresh:
-        """Start a refresh. All ranks along the replica axis must call this method for the same units in one order."""
-        refresh = _RefreshState(given, PendingRefresh(self._comm, given.name))
+        refresh = _RefreshState(given, _Pending(self._comm, given.name))
         self._comm.held_group.track(refresh.pending)
         self._decoding.start()
         self._encoding.run(partial(self._start, refresh))
@@ -258,3 +237,9 @@ class EncodedRefresher:
             return True
         self._deadline = self._deadline or time.monotonic() + _PATIENCE
         return time.monotonic() <= self._deadline
+
+
+def make_refresher(mesh_info: MeshInfo, codec: str | DifferenceCodec, pool: BufferPool) -> EncodedRefresher:
+    """Return the refresher of a mesh. `codec` may also be ``"lossless"``."""
+    chosen = LosslessDifferences.best() if isinstance(codec, str) else codec
+    return DifferenceRefresher(mesh_info.new_refresh_comm(), chosen, pool)

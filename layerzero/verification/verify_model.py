@@ -20,7 +20,7 @@ from layerzero.comm.gather_text import require_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.sharding.shard_model import shard_model
-from layerzero.slow_links.int4_difference import Int4Difference
+from layerzero.slow_links import Int4Difference
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
 from layerzero.verification.local_processes import pickle_parts, run_on_local_ranks
 from layerzero.verification.training_runs import (

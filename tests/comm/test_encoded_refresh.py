@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.comm.refreshers import COMPARE_EVERY
 from layerzero.device.accelerator import default_device_type
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.shard_grid import Extent
-from layerzero.slow_links import encoded_refresh, refresh_speed
 from layerzero.slow_links.lossless_differences import LosslessDifferences
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
@@ -403,7 +403,7 @@ def _flipped(rank: int) -> None:
         handle.weights.read_zero3()
         flip(handle.weights.zero3_shard, other * len(handle.weights.master) + 3, 2)
     # Ranks 0 and 2 hold another ZeRO-3 shard, and fail when they wait for ranks 1 and 3.
-    for step in range(1, encoded_refresh.COMPARE_EVERY - 1):
+    for step in range(1, COMPARE_EVERY - 1):
         _step(model, optimizers, rank, step)
         if step == 5:
             assert not layerzero.fingerprint(model).ok
@@ -501,44 +501,15 @@ def test_one_replica_encodes_nothing() -> None:
 
 def _on_a_device(rank: int) -> None:
     register()
-    with Device().installed():
-        with pytest.raises(
-            ValueError, match=r"encodes weights on the CPU and sends them with gloo, but this model is on"
-        ):
-            layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, refresh_codec="lossless")
-        model = layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, refresh_codec="auto")
-    assert get_state(model).config.refresh_codec is None
+    with (
+        Device().installed(),
+        pytest.raises(ValueError, match=r"encodes weights on the CPU and sends them with gloo, but this model is on"),
+    ):
+        layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, refresh_codec="lossless")
 
 
 def test_devices_are_refused() -> None:
     run_ranks(_on_a_device)
-
-
-def _chosen(rank: int) -> None:
-    usual = refresh_speed._GAIN
-    try:
-        for gain, expected in ((1e9, "lossless"), (0.0, None)):
-            refresh_speed._GAIN = gain
-            model = _shard(2, "auto")
-            assert get_state(model).config.refresh_codec == expected
-            assert (get_state(model).handles[0].weights.refresher is not None) == (expected is not None)
-            optimizers = make_adamw(model)
-            for step in range(2):
-                _step(model, optimizers, rank, step)
-    finally:
-        refresh_speed._GAIN = usual
-    assert get_state(_shard(2, "auto", mp_policy=MixedPrecisionPolicy())).config.refresh_codec is None
-    speed = refresh_speed.measure_refresh(get_state(model).mesh_info.replica_comm, LosslessDifferences.best())
-    assert speed.plain > 0 and speed.encoded > 0
-
-
-def test_auto_chooses_one_codec_for_all_ranks() -> None:
-    run_ranks(_chosen)
-
-
-def test_encoding_must_be_clearly_faster() -> None:
-    assert refresh_speed.RefreshDurations(1.0, 0.5).prefers_encoding
-    assert not refresh_speed.RefreshDurations(1.0, 0.9).prefers_encoding
 
 
 def _observed(rank: int, folder: Path) -> None:

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import Communicator, PendingCollective, PendingReduction
+from layerzero.comm.refreshers import PendingRefresh
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.slow_links.encoded_refresh import PendingRefresh
 
 __all__ = [
     "BufferDemand",
@@ -135,7 +135,7 @@ class FullBuffer(ABC):
     def drop_post_forward(self) -> None:  # noqa: B027
         """Free the post-forward shard."""
 
-    def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:  # noqa: B027
+    def publish(self, pending: PendingRefresh | None) -> None:  # noqa: B027
         """Make the new contents of `shard` visible to the peers; see [Note: Write rounds].
 
         Args:

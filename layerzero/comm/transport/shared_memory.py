@@ -42,6 +42,7 @@ from layerzero.comm.collectives import (
     launching,
 )
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.refreshers import PendingRefresh
 from layerzero.comm.traffic_counters import display_name
 from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
 from layerzero.comm.transport.shm_buffers import (
@@ -59,7 +60,6 @@ from layerzero.device.buffer_pools import Size
 from layerzero.device.streams import ThreadStream
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
-from layerzero.slow_links.encoded_refresh import PendingRefresh
 
 __all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "WriteBarrier", "segment_sizes"]
 
@@ -221,7 +221,7 @@ class WriteBarrier:
         """End the round, after all refreshes of the round have been launched."""
         self._rounds = self._arrived
 
-    def publish_shard(self, works: PendingCollective | PendingRefresh | None, counter: int) -> None:
+    def publish_shard(self, works: PendingRefresh | None, counter: int) -> None:
         """Increment the counter with index `counter` when `works` has completed, or immediately if `works` is None."""
         if works is None:
             self.memory.counters.increment(counter)
@@ -252,12 +252,9 @@ class WriteBarrier:
             self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
-def _publish_when_complete(works: PendingCollective | PendingRefresh, memory: SharedSegment, counter: int) -> None:
+def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:
     with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
-        if isinstance(works, PendingRefresh):
-            works.wait()
-        else:
-            works.wait(off_main_thread=True, may_wait=threading.main_thread().is_alive)
+        works.wait(off_main_thread=True, may_wait=threading.main_thread().is_alive)
         memory.counters.increment(counter)
 
 
@@ -283,7 +280,7 @@ class SharedFullBuffer(FullBuffer):
         self._barrier.count_gather(name)
         return PendingShards(self, name)
 
-    def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:
+    def publish(self, pending: PendingRefresh | None) -> None:
         self._launched += 1
         self._barrier.publish_shard(pending, self._counter)
 
