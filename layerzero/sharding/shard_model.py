@@ -69,9 +69,9 @@ from layerzero.sharding.unit_meshes import (
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
+from layerzero.utils.add_ons import addon
 
 _log = logging.getLogger("layerzero")
-from layerzero.utils.add_ons import addon
 
 __all__ = ["shard_model"]
 
