@@ -16,19 +16,19 @@ Therefore the names of torch's other groups do not depend on the number of live 
 
 [Note: Release of groups]
 A model's groups belong to its :class:`ModelGroups`. This object lives as long as the model, and as long as user code
-refers to one of the model's sharded parameters. The groups are released when this object is garbage collected, or by
-``layerzero.close``.
+refers to one of the model's sharded parameters. The groups are released by ``layerzero.close``, or when this object is
+garbage collected.
 
-A gloo group is released locally: its threads and sockets end with the last reference to the group. However, its
-destructor waits for in-flight collectives, and the garbage collector may run in any thread, at any point in the
-program, at different times on each rank. Therefore the finalizer only passes the groups to a thread. This thread drops
-each group once no collective is in flight on it. After a rank has dropped a group, collectives that other ranks launch
-on the group fail instead of waiting, so the ranks do not deadlock.
+The garbage collector may run in any thread, at any point in the program, at different times on each rank. Therefore the
+finalizer only puts the groups into a queue. The next ``shard_model`` or ``close`` drops the groups in the queue.
 
-On other backends, destroying a communicator may be a collective (as ``ncclCommAbort`` was). On such backends, the
-groups of a collected model are kept until all of their ranks next call ``shard_model`` or ``close``. That call finds
-the groups that all of their ranks have released and destroys these groups in the same order on all ranks. Until then,
-the groups stay in torch's tables, so ``destroy_process_group()`` destroys any that are left.
+A gloo group is dropped locally: its threads and sockets end with the last reference to the group. Its destructor waits
+for in-flight collectives, so a group with such a collective stays in the queue. After a rank has dropped a group,
+collectives that other ranks launch on the group fail instead of waiting, so the ranks do not deadlock.
+
+On other backends, destroying a communicator may be a collective (as ``ncclCommAbort`` was). Therefore groups of such
+backends stay in the queue until all of their ranks have released them, and are then dropped in the same order on all
+ranks. Until then they stay in torch's tables, so ``destroy_process_group()`` destroys any that are left.
 
 [Note: Groups of meshes]
 The groups of a mesh are created once for each combination of ranks, backend and timeout. These groups exist until
@@ -38,17 +38,14 @@ ranks and may return specs that contain the mesh of an earlier model, so the gro
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +69,7 @@ __all__ = [
     "Reservation",
     "backend_timeout",
     "current_groups",
+    "drop_idle_groups",
     "drop_released_groups",
     "group_count_fields",
     "groups_to_release",
@@ -79,15 +77,12 @@ __all__ = [
     "mesh_group",
     "new_group_like",
     "torch_registration",
-    "wait_for_releases",
 ]
 
 CLOSED = (
     "the model was closed: layerzero.close has released its process groups, threads and memory. Close a model after "
     "its last use, or shard a new model"
 )
-_PATIENCE = 5.0  # seconds
-_PERIOD = 0.02  # seconds between two checks for in-flight work
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
 
 
@@ -256,8 +251,7 @@ class ModelGroups:
 
     def __init__(self) -> None:
         self._held: list[HeldGroup] = []
-        _RELEASES.add_owner()
-        self._finalizer = weakref.finalize(self, _enqueue_release, self._held)
+        self._finalizer = weakref.finalize(self, _enqueue, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
@@ -278,6 +272,7 @@ class ModelGroups:
             held.keep_store_keys()
             held.close()
         self._finalizer()
+        drop_idle_groups()
 
     def release(self) -> None:
         """Release all groups. If some groups are not local, all ranks of these groups must call this method."""
@@ -289,7 +284,21 @@ class ModelGroups:
             if not held.is_local:
                 held.drop()
         self._finalizer()
-        wait_for_releases()
+        drop_idle_groups()
+
+
+def _enqueue(groups: list[HeldGroup]) -> None:
+    """Release groups. This function takes no lock, because finalizers may call it in any thread at any time."""
+    for held in groups:
+        held.forget_done()
+        _RELEASED[held.name] = held
+
+
+def drop_idle_groups() -> None:
+    """Drop the released local groups on which no collective is in flight. See [Note: Release of groups]."""
+    idle = [name for name, held in list(_RELEASED.items()) if held.is_local and held.is_idle]
+    for name in idle:
+        _RELEASED.pop(name).drop()
 
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -334,9 +343,9 @@ def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
         told: results of :func:`groups_to_release` on the ranks, in the order of `ranks`.
     """
     released = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
-    for name in sorted(_KEPT):
-        if all(name in released.get(rank, ()) for rank in _KEPT[name].ranks):
-            _KEPT.pop(name).drop()
+    for name in sorted(_RELEASED):
+        if all(name in released.get(rank, ()) for rank in _RELEASED[name].ranks):
+            _RELEASED.pop(name).drop()
 
 
 def groups_to_release() -> str:
@@ -345,15 +354,11 @@ def groups_to_release() -> str:
     See [Note: Release of groups].
     """
     world = dist.distributed_c10d._world
-    for name, held in list(_KEPT.items()):
+    shared = {name: held for name, held in list(_RELEASED.items()) if not held.is_local}
+    for name, held in shared.items():
         if held._group not in world.pg_map:  # destroyed with its default process group
-            del _KEPT[name]
-    return json.dumps(sorted(_KEPT))
-
-
-def wait_for_releases() -> None:
-    """Wait, for at most a few seconds, until released groups without in-flight work have been dropped."""
-    _RELEASES.wait_until_dropped()
+            del _RELEASED[name]
+    return json.dumps(sorted(shared.keys() & _RELEASED.keys()))
 
 
 @contextmanager
@@ -444,115 +449,6 @@ def backend_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | N
     return timeout
 
 
-def _enqueue_release(groups: list[HeldGroup]) -> None:
-    """Pass groups to the release thread.
-
-    This function takes no lock, because finalizers may call it in any thread at any time.
-    """
-    for held in groups:
-        if held.is_local:
-            held.forget_done()
-    _RELEASES.put(groups)
-
-
-class _Releases:
-    """Thread that drops released groups. The thread runs while any owner of groups exists.
-
-    See [Note: Release of groups].
-    """
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[list[HeldGroup] | threading.Event | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._owners = 0  # number of owners that are alive or whose groups have not been dropped yet
-        self._thread: threading.Thread | None = None
-
-    def add_owner(self) -> None:
-        """Count an owner whose groups will be passed to :meth:`put`.
-
-        Finalizers must not call this method, because it takes a lock.
-        """
-        with self._lock:
-            self._owners += 1
-            if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
-                self._thread = threading.Thread(target=self._run, name="layerzero release", daemon=True)
-                self._thread.start()
-
-    def put(self, groups: list[HeldGroup]) -> None:
-        self._queue.put(groups)
-
-    def wait_until_dropped(self) -> None:
-        """Wait until the groups passed to :meth:`put` so far have been dropped, except those with in-flight work."""
-        thread = self._thread
-        if thread is None or not thread.is_alive() or thread is threading.current_thread():
-            return
-        marker = threading.Event()
-        self._queue.put(marker)
-        deadline = time.monotonic() + _PATIENCE
-        while not marker.wait(_PERIOD) and thread.is_alive() and time.monotonic() < deadline:
-            pass
-        if self._thread is not thread:  # no owners are left, so the thread ends
-            thread.join(_PATIENCE)
-
-    def end(self) -> None:
-        """Stop the thread at process exit, because no thread may be inside a backend when the process ends."""
-        thread = self._thread
-        if thread is not None and thread.is_alive():
-            self._queue.put(None)
-            thread.join(_PATIENCE)
-
-    def _run(self) -> None:
-        waiting: list[list[HeldGroup]] = []  # one list of groups per owner
-        while True:
-            item: list[HeldGroup] | threading.Event | None = None
-            try:
-                item = self._queue.get(timeout=_PERIOD if waiting else None)
-                if item is None:
-                    return
-            except Empty:
-                pass
-            if isinstance(item, list):
-                waiting.append(item)
-            ended = sum(not _drop_idle(groups) for groups in waiting)
-            waiting = [groups for groups in waiting if groups]
-            is_over = self._end_if_unused(ended)
-            if isinstance(item, threading.Event):
-                item.set()
-            if is_over:
-                return
-
-    def _end_if_unused(self, ended: int) -> bool:
-        with self._lock:
-            self._owners -= ended
-            if self._owners or not self._queue.empty():
-                return False
-            self._thread = None
-            return True
-
-
-def _drop_idle(groups: list[HeldGroup]) -> bool:
-    """Drop the local groups that have no in-flight work. Return whether `groups` still contains any group."""
-    idle_groups = [held for held in groups if held.is_local and held.is_idle]
-    threads: list[threading.Thread] = []
-    for held in idle_groups:
-        thread = threading.Thread(target=held.drop, daemon=True)
-        try:  # gloo closes connections one by one, with a short wait for each
-            thread.start()
-        except RuntimeError:  # Python 3.12 and newer cannot start threads while the interpreter shuts down
-            held.drop()
-        else:
-            threads.append(thread)
-    for thread in threads:
-        thread.join()
-    for held in groups:
-        if not held.is_local and held._group is not None:
-            _KEPT[held.name] = held
-    groups[:] = [held for held in groups if held.is_local and held._group is not None]
-    return bool(groups)
-
-
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _MESH_GROUPS: weakref.WeakValueDictionary[object, dist.ProcessGroup] = weakref.WeakValueDictionary()
-_KEPT: dict[str, HeldGroup] = {}  # by name: see [Note: Release of groups]
-_RELEASES = _Releases()
-atexit.register(_RELEASES.end)
+_RELEASED: dict[str, HeldGroup] = {}  # by name: see [Note: Release of groups]

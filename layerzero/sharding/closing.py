@@ -15,8 +15,9 @@ __all__ = ["close"]
 def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.
 
-    These resources are also released when the model is garbage collected. Call this function to control when they are
-    released, or if a reference keeps the model alive. The function waits for a background save to finish. All ranks
+    These resources are also released when the model is garbage collected, and its process groups at the next
+    :func:`shard_model` or ``close``. Call this function to control when they are released, or if a reference keeps the
+    model alive. The function waits for a background save to finish. All ranks
     should call this function. If collectives run on a device, all ranks must call it, because ranks destroy the
     communicators together.
 

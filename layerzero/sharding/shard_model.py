@@ -20,10 +20,10 @@ from layerzero.comm.collectives import connect_pairs, timeout_of
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.process_groups import (
     ModelGroups,
+    drop_idle_groups,
     drop_released_groups,
     group_count_fields,
     groups_to_release,
-    wait_for_releases,
 )
 from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
@@ -283,7 +283,7 @@ def shard_model(
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     failure = model_parallel_failure(model, root, fields, failure)
-    wait_for_releases()
+    drop_idle_groups()
     created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
     require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=created_groups, failure=failure)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.optim import optimizer as torch_optimizer
 
 import layerzero
-from layerzero.comm.process_groups import wait_for_releases
+from layerzero.comm.process_groups import drop_idle_groups
 from layerzero.engine.hooks import get_state
 from tests.support.late_backend import NAME, register
 from tests.support.models import (
@@ -51,7 +50,7 @@ BESIDE = {
 def counts() -> dict[str, int]:
     """Return the counts of process resources that models use, after collected models have been released."""
     gc.collect()
-    wait_for_releases()
+    drop_idle_groups()
     deadline = time.monotonic() + 3
     while any(thread.name in BESIDE for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -107,27 +106,6 @@ def without_collector() -> Iterator[None]:
 
 
 # Successive models
-
-
-def _no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-
-def _at_shutdown(rank: int) -> None:
-    """Release a model at shutdown. Since Python 3.12 the release thread cannot start threads then."""
-    sharded(rank)
-    before = counts()
-    model, optimizer = sharded(rank)
-    with mock.patch.object(threading.Thread, "start", _no_thread):
-        del model, optimizer
-        gc.collect()
-        wait_for_releases()
-    more = grown(before)
-    assert not more, more
-
-
-def test_groups_are_released_where_no_thread_can_be_started() -> None:
-    run_ranks(_at_shutdown, world_size=WORLD)
 
 
 def _in_turn(rank: int, models: int) -> None:
@@ -220,7 +198,7 @@ def _parameters_live_on(rank: int) -> None:
     kept = dict(model.named_parameters())
     del model, optimizer
     gc.collect()
-    wait_for_releases()
+    drop_idle_groups()
     assert not different({name: parameter.full_tensor() for name, parameter in kept.items()}, expected)
 
 
