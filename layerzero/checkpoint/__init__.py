@@ -31,7 +31,6 @@ Checks:
 - `contents_checks`: validates ``contents.json``
 - `optimizer_compat`: checks that an optimizer can continue from a checkpoint
 - `rank_agreement`: contains checks and errors that saves and loads share
-- `run_digest`: computes digests that show whether a resumed run gives the same results as an uninterrupted run
 - `safe_json`: limits the size and depth of untrusted JSON
 
 Formats:
@@ -55,13 +54,11 @@ from layerzero.checkpoint.preemption import LeaveRequest, on_signal
 from layerzero.checkpoint.pretrained_weights import load_safetensors
 from layerzero.checkpoint.resuming import Resumed, load_latest
 from layerzero.checkpoint.rng_state import random_states, seed_random_states, set_random_states
-from layerzero.checkpoint.run_digest import Chain
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.saving import PendingSave, per_rank, save, save_async
 
 __all__ = [
     "Buddies",
-    "Chain",
     "CheckpointError",
     "LeaveRequest",
     "PendingSave",

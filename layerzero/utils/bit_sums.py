@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_integers", "digest", "sum64", "weighted_sum"]
+__all__ = ["as_integers", "digest", "sum64"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # number of elements that are processed together, to limit the memory needed for their positions
 _CHUNK = 1 << 20  # number of 8-byte words that are processed together
 
 
@@ -47,26 +46,3 @@ def sum64(tensor: Tensor) -> Tensor:
     if words.numel() % per_word == 0 and (words.storage_offset() * words.element_size()) % 8 == 0:
         words = words.view(torch.int64)
     return words.sum(dtype=torch.int64)
-
-
-def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
-    """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as a 0-dim int64 tensor.
-
-    Positions are flat indices into the full tensor, and `tensor` is a part of the full tensor. For any partition, the
-    sums of all parts add up to the sum of the full tensor. The sum also changes if elements are moved.
-
-    Args:
-        tensor: part of the full tensor.
-        first: position of the part's first element.
-        run: number of elements per run. The elements of a run are adjacent in the full tensor.
-        pitch: difference between the positions of the first elements of consecutive runs.
-    """
-    words = as_integers(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE].to(torch.int64)
-        index = torch.arange(start, start + len(piece), device=words.device)
-        positions = first + index // run * pitch + index % run
-        # Multiplication by an odd factor preserves all bits of a word. The added 1 makes zeros contribute to the sum.
-        total += ((piece + 1) * (2 * positions + 1)).sum()
-    return total

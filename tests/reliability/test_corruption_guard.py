@@ -17,7 +17,7 @@ from layerzero import checkpoint
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
-from layerzero.utils.bit_sums import sum64, weighted_sum
+from layerzero.utils.bit_sums import sum64
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -227,20 +227,14 @@ def test_a_step_is_refused_where_it_is_looked_at() -> None:
     run_ranks(_now_and_then)
 
 
-def test_every_single_flip_changes_a_sum_and_every_swap_of_elements_the_other() -> None:
+def test_every_single_flip_changes_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for numel in (1, 3, 4, 17):
             tensor = torch.randn(numel, generator=generator).to(dtype)
-            sums = sum64(tensor).item(), weighted_sum(tensor, 5).item()
+            intact = sum64(tensor).item()
             for bit in range(8 * tensor.nbytes):
                 flip(tensor, 0, bit)
-                assert sum64(tensor).item() != sums[0]
-                assert weighted_sum(tensor, 5).item() != sums[1]
+                assert sum64(tensor).item() != intact
                 flip(tensor, 0, bit)
-            assert (sum64(tensor).item(), weighted_sum(tensor, 5).item()) == sums
-    values = torch.arange(10.0)
-    whole = weighted_sum(values, 0)
-    assert weighted_sum(values[:3], 0) + weighted_sum(values[3:], 3) == whole, "the same however it is cut"
-    assert weighted_sum(values.flip(0), 0) != whole
-    assert weighted_sum(torch.zeros(3), 0) != weighted_sum(torch.zeros(4), 0)
+            assert sum64(tensor).item() == intact

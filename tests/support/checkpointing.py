@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
             found[f"optimizer.{name}.{key}"] = whole.clone()
     return found
+
+
+def state_digest(model: nn.Module, optimizer: Optimizer) -> str:
+    """Return a digest of :func:`everything`, which does not depend on the number of ranks."""
+    digest = hashlib.sha256()
+    for name, value in sorted(everything(model, optimizer).items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class WithBuffers(TiedTransformer):
