@@ -5,8 +5,9 @@
 
 `--kill SEED` kills a rank at a random time in the first attempt. torchrun then stops the other ranks and restarts all
 of them. Without the environment variable, torch's own process groups fail after a restart (docs/reliability.md). The
-digest of the weights, which is printed at the end, is the same with and without kills. `--snapshots` stores snapshots in the memory of two nodes instead of checkpoints. A run then survives the
-loss of a node, with `torchrun --nnodes 2` on two nodes and a spare node.
+digest of the weights, which is printed at the end, is the same with and without kills. `--snapshots` stores snapshots
+in the memory of two nodes instead of checkpoints. A run then survives the loss of a node, with `torchrun --nnodes 2` on
+two nodes and a spare node.
 """
 
 from __future__ import annotations

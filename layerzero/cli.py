@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, whole_model_files
-from layerzero.checkpoint.contents_checks import num_saving_ranks
-from layerzero.checkpoint.safe_json import escape_unprintable
+from layerzero.checkpoint.contents import num_saving_ranks
+from layerzero.checkpoint.errors import escape_unprintable
 from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
 from layerzero.config import ACCUMULATIONS

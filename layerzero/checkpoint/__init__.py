@@ -28,17 +28,15 @@ Loads:
 Checks:
 
 - `checksums`: computes one checksum per chunk of a file
-- `contents_checks`: validates ``contents.json``
-- `optimizer_compat`: checks that an optimizer can continue from a checkpoint
-- `rank_agreement`: contains checks and errors that saves and loads share
-- `safe_json`: limits the size and depth of untrusted JSON
+- `errors`: defines the errors of saves and loads
+- `rank_agreement`: contains checks that saves and loads share
 
 Formats:
 
 - `manifest`: reads and writes ``manifest.json``
 - `state_names`: defines the names in a checkpoint, and builds the document of a model and an optimizer
+- `contents`: reads, checks and writes ``contents.json``
 - `json_codec`: encodes nested values as JSON and tensors
-- `subclass_tensors`: represents tensor subclasses as plain tensors
 - `safetensors_reader`: reads checkpoint files and verifies their checksums
 - `safetensors_writer`: writes safetensors files in a stream
 - `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
@@ -46,9 +44,9 @@ Formats:
 - `whole_model_files`: exports, imports and inspects full models in one process
 """
 
-from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.buddy_snapshots import Buddies
 from layerzero.checkpoint.dcp_interop import load_dcp, reader
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.preemption import LeaveRequest, on_signal
 from layerzero.checkpoint.pretrained_weights import load_safetensors

@@ -37,8 +37,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, read_pieces
+from layerzero.checkpoint.errors import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError
 
 __all__ = [
     "MANIFEST",
@@ -74,14 +74,6 @@ _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)", re.DOTALL)
 _OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # names of the files in a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux only
-
-
-class PathTakenError(FileExistsError):
-    """Error that is raised if the path of a new checkpoint already exists."""
-
-    @classmethod
-    def at(cls, path: Path) -> PathTakenError:
-        return cls(f"{path} already exists and is not overwritten. Use another path, or pass overwrite=True.")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
@@ -174,7 +166,7 @@ def publish(
 
     Raises:
         CheckpointError: a file is missing or its size differs from the recorded size, for instance because the ranks
-            do not share a file system; or the manifest is too large.
+            do not share a file system.
         PathTakenError: `path` already exists, and either `overwrite` is False or `path` is not a checkpoint.
     """
     files = {record.name: record for record in records}
@@ -186,12 +178,7 @@ def publish(
         raise CheckpointError(
             f"{error}, seen from the first rank. Save to a file system that all ranks share"
         ) from None
-    text = manifest.text
-    if len(text) > MANIFEST_BYTES:
-        raise CheckpointError(
-            f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes"
-        )
-    write_file(partial / MANIFEST, [text])
+    write_file(partial / MANIFEST, [manifest.text])
     publish_folder(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
 
 

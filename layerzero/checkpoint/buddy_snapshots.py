@@ -39,12 +39,12 @@ from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manif
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents
-from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.errors import RankLostError, UnsupportedFormatError
+from layerzero.checkpoint.json_codec import StoredTensor, dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_load_from
-from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormatError
-from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_checkpoint_arguments
+from layerzero.checkpoint.manifest import MANIFEST
+from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.safetensors_writer import write_items

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.safe_json import CheckpointError
+from layerzero.checkpoint.errors import CheckpointError
 
 __all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
 

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
 from layerzero.checkpoint.atomic_files import Manifest
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
-from layerzero.checkpoint.json_codec import Decoder, Encoder
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.dcp_storage import SafetensorsReader
+from layerzero.checkpoint.errors import RankLostError
+from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
-from layerzero.checkpoint.rank_agreement import RankLostError, convert_dcp_exception
+from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
@@ -136,22 +137,6 @@ def _read_tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str
     return unflatten_state_dict(leaves, paths)
 
 
-class _Placeholder(Tensor):
-    """Placeholder that stands for a tensor in the checkpoint while torch flattens names."""
-
-    key: str
-
-    @staticmethod
-    def of(key: str) -> Tensor:
-        placeholder = Tensor().as_subclass(_Placeholder)
-        placeholder.key = key
-        return placeholder
-
-    def numpy(self, **_: Any) -> Any:
-        """Return the placeholder, because NumPy arrays are read as tensors."""
-        return self
-
-
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
     """Return a ``StorageReader`` that lets ``torch.distributed.checkpoint.load`` read a layerzero checkpoint.
 
@@ -181,10 +166,9 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     if verify:
         manifest.verify()
     contents = CheckpointContents.read(manifest)
-    tree: dict[str, Any] = Decoder(_Placeholder.of, rank=None).decode(dict(contents.document))
-    flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
-    names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, _Placeholder)}
-    values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, _Placeholder)}
+    flat, _ = flatten_state_dict({key: value for key, value in contents.values(None).items() if value is not None})
+    names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, StoredRef)}
+    values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, StoredRef)}
     return SafetensorsReader(manifest, contents, names=names, values=values)
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,12 @@ from layerzero.checkpoint.atomic_files import (
     publish,
     read_back,
     remove,
-    write_file,
 )
-from layerzero.checkpoint.contents_checks import (
-    StoredTensor,
-    check_document,
-    check_tensors,
-    check_topology,
-    num_saving_ranks,
-)
-from layerzero.checkpoint.json_codec import DTYPES, dtype_named, merge_ranks
-from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
+from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, num_saving_ranks
+from layerzero.checkpoint.json_codec import DTYPES, StoredTensor, merge_ranks
 from layerzero.checkpoint.safetensors_writer import write_items
 
 __all__ = [
-    "CONTENTS",
-    "CheckpointContents",
     "SafetensorsReader",
     "SafetensorsWriter",
     "check_stored_tensor",
@@ -63,75 +53,7 @@ __all__ = [
     "open_safetensors",
 ]
 
-CONTENTS = "contents.json"
 _PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at the same time during a read
-
-
-@dataclass(frozen=True)
-class CheckpointContents:
-    """Parsed ``contents.json``: the table of tensors, all other values, and the numbers of ranks.
-
-    Attributes:
-        topology: numbers of ranks in the run that saved the checkpoint. The keys are ``data_parallel`` and
-            ``zero3_size``, and also ``ranks`` if the total number of ranks was larger than ``data_parallel``.
-        document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
-        tensors: by key, the tensors that `document` refers to.
-    """
-
-    topology: Mapping[str, int]
-    document: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-
-    @classmethod
-    def read(cls, manifest: Manifest) -> CheckpointContents:
-        """Read and validate ``contents.json``. Raises CheckpointError if the file is missing or invalid."""
-        path = manifest.path_of(CONTENTS)
-        try:
-            text = read_capped(path, CONTENTS_BYTES)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        manifest.verify_text(CONTENTS, text)
-        try:
-            content = parse(path, text)
-            tensors = {
-                key: StoredTensor(
-                    tuple(shape),
-                    dtype_named(dtype),
-                    tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
-                )
-                for key, (dtype, shape, chunks) in content["tensors"].items()
-            }
-            if unsupported := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
-                raise ValueError(f"{min(unsupported)} has a dtype that safetensors files do not support")
-            check_topology(content["topology"])
-            check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
-            check_document(content["document"], tensors, ranks=num_saving_ranks(content["topology"]))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
-        return cls(content["topology"], content["document"], tensors)
-
-    def write(self, folder: Path) -> FileRecord:
-        """Write ``contents.json`` into `folder`, and return its size and checksums.
-
-        Raises:
-            CheckpointError: a reader would reject the file.
-            OSError: the file cannot be written, for instance because the disk is full.
-        """
-        path, text = folder / CONTENTS, self._to_json()
-        if len(text) > CONTENTS_BYTES:
-            raise CheckpointError(
-                f"{path} would have {len(text):,} bytes, which exceeds the limit of {CONTENTS_BYTES:,} bytes. "
-                "Store long lists as tensors"
-            )
-        check_json(path, text)
-        return write_file(path, [text])
-
-    def _to_json(self) -> bytes:
-        tensors = {
-            key: [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.chunks]
-            for key, tensor in sorted(self.tensors.items())
-        }
-        return json.dumps({"topology": self.topology, "document": self.document, "tensors": tensors}).encode()
 
 
 class SafetensorsWriter(StorageWriter):

@@ -9,6 +9,12 @@ Values that JSON cannot represent, such as tensors, tuples and infinities, becom
     {"$joint": INDEX, "common": VALUE}  entries of all ranks that are not merged yet; see MergeableValue
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}
+
+[Note: Tensor subclasses]
+A tensor subclass without its own memory, such as a quantized weight, is stored as its plain inner tensors, which the
+method ``__tensor_flatten__`` of its class returns with the remaining metadata. A load constructs no subclass tensors.
+The model already has tensors with the same classes and settings, and the load fills the plain tensors inside them.
+Therefore no class is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -16,34 +22,41 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.checkpoint.atomic_files import contiguous_on_cpu, tensor_bytes
 from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [
-    "DEPTH",
     "DTYPES",
+    "DTYPE_NAMED",
     "Decoder",
     "Encoder",
     "MergeableValue",
     "PerRank",
+    "StoredRef",
+    "StoredTensor",
     "dtype_named",
-    "has_own_memory",
+    "fill_refs",
+    "flatten_subclass",
+    "has_inner_tensors",
     "has_own_values",
-    "is_deeper",
+    "is_subclass_entry",
     "merge_ranks",
-    "references",
+    "refs_in",
+    "to_subclass_entry",
 ]
 
-DEPTH = 200  # maximum nesting depth of the JSON, so that recursive functions do not overflow Python's stack
+_DEPTH = 100  # maximum nesting depth of a value, so that recursive functions do not overflow Python's stack
 
 DTYPES = {  # names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -52,13 +65,15 @@ DTYPES = {  # names in the safetensors format
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
     torch.complex64: "C64",
 }  # fmt: skip
+DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
-_TENSORS = ("$tensor", "$ndarray", "$sharded")
 _PAIRS: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
     "$ordered": OrderedDict,
     "$counter": lambda p: Counter(dict(p)),
 }
+_DEVICE = re.compile(r"device\([^()]*\)")
+_NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default repr of an object, or of a truncated repr
 
 
 @dataclass(frozen=True)
@@ -79,11 +94,73 @@ class MergeableValue:
     own: dict[str, Any] | list[Any]
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """One full tensor of a checkpoint and the chunks that it was split into.
+
+    Attributes:
+        chunks: (file, offsets, sizes) of every chunk.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the full tensor in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class StoredRef(Tensor):
+    """Meta tensor that stands for a stored tensor in decoded values until :func:`fill_refs` replaces it.
+
+    Attributes:
+        key: key of the stored tensor.
+        like: name of the parameter whose sharding the tensor has; None for a full tensor.
+        is_array: whether the value is a NumPy array.
+    """
+
+    key: str
+    like: str | None
+    is_array: bool
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        return isinstance(other, StoredRef) and self.key == other.key
+
+    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+        return not self == other
+
+    __hash__ = Tensor.__hash__
+
+    @staticmethod
+    def of(key: str, stored: StoredTensor, like: str | None = None, *, is_array: bool = False) -> StoredRef:
+        ref = torch.empty(stored.shape, dtype=stored.dtype, device="meta").as_subclass(StoredRef)
+        ref.key, ref.like, ref.is_array = key, like, is_array
+        return ref
+
+
+def refs_in(values: Any) -> list[StoredRef]:
+    """Return the references to stored tensors in decoded values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, StoredRef)]
+
+
+def fill_refs(values: Any, tensor_of: Callable[[str], Tensor | None]) -> Any:
+    """Return decoded `values` with each reference replaced by the tensor that `tensor_of` returns for its key."""
+
+    def filled(ref: StoredRef) -> Any:
+        tensor = tensor_of(ref.key)
+        return tensor.numpy() if ref.is_array and tensor is not None else tensor
+
+    return tree_map_only(StoredRef, filled, values)
+
+
 @dataclass
 class Encoder:
     """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
+        name_of: function that returns the stored name of the parameter to which rows belong.
         is_rank_local: function that returns whether other ranks have a different parameter under a given name. Tensors
             with the sharding of such a parameter are allowed only in own entries of a :class:`MergeableValue`.
         tells: whether this rank writes its own entries of a :class:`MergeableValue`. If several ranks have equal own
@@ -95,7 +172,7 @@ class Encoder:
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # returns the stored name of the parameter that these rows belong to
+    name_of: Callable[[LocalShard], str]
     is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -104,6 +181,7 @@ class Encoder:
     digests: dict[str, str] = field(default_factory=dict)
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that occurs twice is stored once
     _key_at: dict[str, str] = field(default_factory=dict)  # keys of full tensors, by path
+    _depth: int = 0
     _prefix: str = ""
     _encodes_own: bool = False
 
@@ -114,8 +192,21 @@ class Encoder:
             path: name of the value in error messages, and key of its tensors in the checkpoint.
 
         Raises:
-            TypeError: a value is neither plain data nor a tensor; the message names the path of the value.
+            TypeError: a value is neither plain data nor a tensor, or is nested too deeply to be loaded; the message
+                names the path of the value.
         """
+        if self._depth > _DEPTH:
+            raise TypeError(
+                f"{path.partition('.')[0]} cannot be saved: values are nested more than {_DEPTH} levels deep, or "
+                "contain themselves. Use a flatter structure"
+            )
+        self._depth += 1
+        try:
+            return self._encode(value, path)
+        finally:
+            self._depth -= 1
+
+    def _encode(self, value: Any, path: str) -> Any:
         if isinstance(value, PerRank):
             return self._encode_per_rank(value.value, path)
         if isinstance(value, MergeableValue):
@@ -132,25 +223,6 @@ class Encoder:
             return self._encode_numpy(value, path)
         encoded = _encode_leaf(value, path)
         self._record_digest(path, encoded)
-        return encoded
-
-    def encode_tree(self, value: Any, path: str) -> Any:
-        """Encode a value from the user, and check that a load can decode its nesting depth.
-
-        Raises:
-            TypeError: :meth:`encode` raises it, or the value is nested too deeply to be loaded.
-        """
-        max_depth = DEPTH // 2 - 2  # each own value may add the same depth again
-        try:
-            encoded = self.encode(value, path)
-            too_deep = any(is_deeper(tree, max_depth) for tree in (encoded, *self.own))
-        except RecursionError:
-            too_deep = True
-        if too_deep:
-            raise TypeError(
-                f"{path} cannot be saved: values are nested more than {max_depth} levels deep, or contain themselves. "
-                "Use a flatter structure"
-            )
         return encoded
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -174,7 +246,7 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise TypeError(f"{path}: a {kind} cannot be stored in a safetensors file. Convert or remove the tensor")
-        if not isinstance(tensor, (DTensor, LocalShard)) and not has_own_memory(tensor):
+        if has_inner_tensors(tensor):
             raise TypeError(
                 f"{path}: a {type(tensor).__name__}, a tensor subclass, cannot be stored in a safetensors file. Save "
                 "the trained parameters with layerzero.full_state_dict(model, trainable_only=True), and create the "
@@ -190,33 +262,35 @@ class Encoder:
             if self._encodes_own:
                 self.apart.add(key)
         if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-            if not isinstance(local, LocalShard):
-                raise TypeError(
-                    f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()"
-                )
-            if self._prefix:
-                raise TypeError(
-                    f"{path}: per_rank cannot mark a sharded tensor, because all ranks save it. Store the tensor "
-                    "outside of per_rank"
-                )
-            try:
-                like = self.name_of(local)
-            except LookupError:
-                raise TypeError(
-                    f"{path} has the sharding of {local.spec.name!r} of another model and cannot be saved. Store its "
-                    "full_tensor()"
-                ) from None
-            if self.is_rank_local(like) and not self._encodes_own:
-                raise TypeError(
-                    f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the "
-                    "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"
-                )
-            return {"$sharded": key, "like": like}
+            return {"$sharded": key, "like": self._parameter_like(tensor, path)}
         if not self._prefix and not self._encodes_own:
             self.digests[path] = ""  # `digest_tensors` computes the digest if the ranks compare this tensor
             self._key_at[path] = key
         return {"$tensor": key}
+
+    def _parameter_like(self, tensor: DTensor, path: str) -> str:
+        """Return the name of the parameter whose sharding a sharded tensor has."""
+        local = tensor._local_tensor
+        if not isinstance(local, LocalShard):
+            raise TypeError(f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()")
+        if self._prefix:
+            raise TypeError(
+                f"{path}: per_rank cannot mark a sharded tensor, because all ranks save it. Store the tensor outside "
+                "of per_rank"
+            )
+        try:
+            like = self.name_of(local)
+        except LookupError:
+            raise TypeError(
+                f"{path} has the sharding of {local.spec.name!r} of another model and cannot be saved. Store its "
+                "full_tensor()"
+            ) from None
+        if self.is_rank_local(like) and not self._encodes_own:
+            raise TypeError(
+                f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the tensor "
+                "from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"
+            )
+        return like
 
     def _encode_per_rank(self, value: object, path: str) -> Any:
         if self._prefix:
@@ -245,31 +319,32 @@ class Encoder:
 
     def digest_tensors(self, path: str) -> None:
         """Compute the digests of the full tensors at and below `path`, so that ranks can compare them."""
-        for tensor_path in [
-            tensor_path for tensor_path, digest in self.digests.items() if tensor_path.startswith(path) and not digest
-        ]:
+        for tensor_path in [each for each, digest in self.digests.items() if each.startswith(path) and not digest]:
             tensor = contiguous_on_cpu(self.tensors[self._key_at[tensor_path]])
-            description = f"{tensor.dtype} {list(tensor.shape)} "
             digest = hashlib.sha256()
             for piece in tensor_bytes(tensor):
                 digest.update(piece)
-            self.digests[tensor_path] = description + digest.hexdigest()[:16]
+            self.digests[tensor_path] = f"{tensor.dtype} {list(tensor.shape)} {digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decoder that converts JSON back to values.
+    """Decoder that converts JSON back to values, in which a :class:`StoredRef` stands for each tensor.
 
     Attributes:
-        tensor: function that returns the tensor stored under a key.
+        tensors: table of the stored tensors, by key.
         rank: rank whose :class:`PerRank` values are used. If None, these values are decoded as None.
     """
 
-    tensor: Callable[[str], Tensor]
+    tensors: Mapping[str, StoredTensor]
     rank: int | None
 
     def decode(self, value: Any) -> Any:
-        """Decode the JSON `value`."""
+        """Decode the JSON `value`.
+
+        Raises:
+            ValueError, TypeError, LookupError: an :class:`Encoder` did not write the value.
+        """
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -277,13 +352,13 @@ class Decoder:
         tag = next(iter(value), "")
         if not tag.startswith("$"):
             return {key: self.decode(item) for key, item in value.items()}
-        return self._decode_tagged(tag, value[tag])
+        content = value[tag]
+        if tag in ("$tensor", "$sharded", "$ndarray"):
+            like = value["like"] if tag == "$sharded" else None
+            return StoredRef.of(content, self.tensors[content], like, is_array=tag == "$ndarray")
+        return self._decode_tagged(tag, content)
 
     def _decode_tagged(self, tag: str, content: Any) -> Any:
-        if tag in ("$tensor", "$sharded"):
-            return self.tensor(content)
-        if tag == "$ndarray":
-            return self.tensor(content).numpy()
         if tag == "$per_rank":
             return None if self.rank is None else self.decode(content[self.rank])
         if tag in _PAIRS:
@@ -291,29 +366,12 @@ class Decoder:
         if tag == "$tuple":
             return tuple(self.decode(item) for item in content)
         if tag == "$bytes":
-            return base64.b64decode(content)
+            return base64.b64decode(content, validate=True)
         if tag == "$float":
             return float(content)
         if tag == "$dtype":
             return dtype_named(content)
         raise ValueError(f"unknown tag {tag!r}; a newer version of layerzero may have written the checkpoint")
-
-
-def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
-    """Yield the tensor references in the JSON `value` that a :class:`Decoder` for `rank` would resolve."""
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item, rank=rank)
-    elif isinstance(value, dict):
-        tag = next(iter(value), "")
-        if tag in _TENSORS:
-            yield value
-        elif tag == "$per_rank":
-            if rank is not None:
-                yield from references(value[tag][rank], rank=rank)
-        else:
-            for item in value.values():
-                yield from references(item, rank=rank)
 
 
 def has_own_values(value: Any) -> bool:
@@ -339,27 +397,12 @@ def merge_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
     return {key: merge_ranks(item, owns) for key, item in value.items()}
 
 
-def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects in the JSON `value` are nested more than `depth` levels deep."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [item for v in level if isinstance(v, (list, dict)) for item in (v.values() if type(v) is dict else v)]
-        if not level:
-            return False
-    return True
-
-
 def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype with this name, such as ``"bfloat16"``. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype in torch {torch.__version__}")
     return dtype
-
-
-def has_own_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor stores its values in its own storage; False for classes with ``__torch_dispatch__``."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _encode_leaf(value: Any, path: str) -> Any:
@@ -378,3 +421,67 @@ def _encode_leaf(value: Any, path: str) -> Any:
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved, because checkpoints contain no code. Store "
         "its numbers, strings and tensors, in lists, tuples and dicts"
     )
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Return whether a tensor, other than a sharded one, stores its values in other tensors, as quantized ones do."""
+    has_own_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return not has_own_memory and not isinstance(tensor, (DTensor, LocalShard))
+
+
+def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
+    """Return a description of a subclass tensor (class, shape and metadata), and its plain tensors by name.
+
+    Args:
+        name: name of the tensor in error messages.
+
+    Returns:
+        The description and the plain tensors. None if the tensor has no inner tensors, its class has no
+        ``__tensor_flatten__``, the repr of its metadata is incomplete, or an inner tensor cannot be filled in place.
+
+    Raises:
+        TypeError: ``__tensor_flatten__`` raised an error.
+    """
+    if not has_inner_tensors(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    try:
+        names, context = tensor.__tensor_flatten__()
+        description = f"{kind} of {list(tensor.shape)} with {_DEVICE.sub('a device', repr(context))}"
+        first_read = {part: getattr(tensor, part) for part in names}
+        second_read = {part: getattr(tensor, part) for part in names}
+    except Exception as error:
+        raise TypeError(f"{name}: {kind}.__tensor_flatten__ failed: {type(error).__name__}: {error}") from error
+    if any(sign in description for sign in _NOT_IN_WORDS):
+        return None
+    leaves: dict[str, Tensor] = {}
+    for part, attribute in first_read.items():
+        if isinstance(attribute, Tensor) and has_inner_tensors(attribute):
+            if (flattened := flatten_subclass(f"{name}.{part}", attribute)) is None:
+                return None
+            description += f"; {part}: {flattened[0]}"
+            leaves |= {f"{part}.{key}": value for key, value in flattened[1].items()}
+        elif _can_be_filled(attribute, second_read[part]):
+            leaves[part] = attribute
+        else:
+            return None
+    return description, leaves
+
+
+def _can_be_filled(value: Any, second_read: Any) -> bool:
+    """Return whether two reads of an attribute returned a plain tensor on the same memory, not temporary copies."""
+    is_plain = (
+        isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
+    )
+    return is_plain and value.data_ptr() == second_read.data_ptr()
+
+
+def to_subclass_entry(name: str, value: Tensor) -> Any:
+    """Return the checkpoint entry for a tensor: a dict if it can be flattened, otherwise the tensor itself."""
+    parts = flatten_subclass(name, value)
+    return value if parts is None else {"of": parts[0], "tensors": parts[1]}
+
+
+def is_subclass_entry(entry: Any) -> bool:
+    """Return whether `entry`, a JSON value in a checkpoint, has the form that :func:`to_subclass_entry` returns."""
+    return isinstance(entry, Mapping) and entry.keys() == {"of", "tensors"} and isinstance(entry["tensors"], Mapping)

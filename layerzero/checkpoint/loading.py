@@ -18,12 +18,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
-from layerzero.checkpoint.contents_checks import num_saving_ranks
-from layerzero.checkpoint.dcp_storage import CheckpointContents
+from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
+from layerzero.checkpoint.errors import RankLostError, escape_unprintable
 from layerzero.checkpoint.json_codec import has_own_values
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_checkpoint_arguments
+from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
-from layerzero.checkpoint.safe_json import escape_unprintable
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state_names import RankLocalNames

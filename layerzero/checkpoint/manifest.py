@@ -17,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, checksums_of, read_pieces
-from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
+from layerzero.checkpoint.errors import CheckpointError, UnsupportedFormatError
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormatError", "manifest_text"]
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "manifest_text"]
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 2
-
-
-class UnsupportedFormatError(CheckpointError):
-    """Error for a checkpoint that this version of layerzero cannot read, although it may be intact."""
+_LAST_READERS = {1: "f359e383"}  # last commit that reads an earlier version
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,15 @@ class Manifest:
             raise CheckpointError(
                 f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Pass the folder of a complete checkpoint"
             )
-        text = read_capped(path, MANIFEST_BYTES)
+        text = path.read_bytes()
         try:
-            content = parse(path, text)
+            content = json.loads(text)
             version = content["version"]
             if content["format"] == FORMAT and version != VERSION:
+                reader = f"commit {_LAST_READERS[version]}" if version in _LAST_READERS else "a newer version"
                 raise UnsupportedFormatError(
-                    f"{path} has format version {version}, but this version of layerzero reads only version {VERSION}"
+                    f"{path} has format version {version}, but this version of layerzero reads only version {VERSION}. "
+                    f"Read it with {reader} of layerzero"
                 )
             needed = ("format", "version", "sequence", "files", "checksums")
             fields = {key: content[key] for key in (*needed, *_optional(content))}

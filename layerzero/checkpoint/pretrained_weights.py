@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -15,19 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, iter_pieces, open_safetensors
-from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.dcp_storage import iter_pieces, open_safetensors
+from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredTensor
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
-from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
 from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
 _SAMPLES, _SAMPLE = 16, 4096  # number of positions in a file, and number of bytes read at each position
-_DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def load_safetensors(
@@ -101,7 +100,7 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
 
 def _files_in_index(path: Path) -> list[Path]:
     try:
-        named = parse(path, read_capped(path, CONTENTS_BYTES))["weight_map"]
+        named = json.loads(path.read_bytes())["weight_map"]
         by_file: dict[str, set[str]] = defaultdict(set)
         for name, file in named.items():
             by_file[file].add(name)
@@ -134,7 +133,7 @@ class _FullFiles:
                             "Pass files without duplicate tensors"
                         )
                     entry = tensors.get_slice(name)
-                    dtype, shape = _DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())
+                    dtype, shape = DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())
                     if dtype is None:
                         raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
                     stored[key] = StoredTensor(shape, dtype, ((path.name, (0,) * len(shape), shape),))

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError
-from layerzero.checkpoint.manifest import UnsupportedFormatError
+from layerzero.checkpoint.errors import CheckpointError, PathTakenError, UnsupportedFormatError
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.gather_text import require_numpy
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_checkpoint_arguments", "convert_dcp_exception"]
+__all__ = ["PathLike", "agree_or_raise", "check_checkpoint_arguments", "convert_dcp_exception"]
 
 PathLike = str | os.PathLike[str]
 
@@ -28,10 +27,6 @@ _KINDS = {
     "FileNotFoundError": FileNotFoundError,
     "NotADirectoryError": NotADirectoryError,
 }
-
-
-class RankLostError(CheckpointError):
-    """Error that is raised if a collective fails because a rank has exited or is late."""
 
 
 def agree_or_raise(

@@ -15,7 +15,7 @@ raises an error on all ranks, and the model and the optimizer cannot be used unt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +24,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents
-from layerzero.checkpoint.json_codec import Decoder, references
-from layerzero.checkpoint.optimizer_compat import GroupCompatibility, key_of, match_state_type
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.json_codec import (
+    StoredRef,
+    StoredTensor,
+    fill_refs,
+    flatten_subclass,
+    has_inner_tensors,
+    is_subclass_entry,
+    refs_in,
+)
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
-from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_subclass_entry
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -38,6 +43,7 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
+from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["NO_OPTIMIZER_STATE", "RestorePlan"]
@@ -46,14 +52,6 @@ NO_OPTIMIZER_STATE = "missing: the optimizer state"
 
 _LISTED, _EXAMPLES = 12, 3  # a summary lists up to 12 problems; if there are more, it lists 3 of each kind
 _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for other problems
-
-
-@dataclass(frozen=True)
-class _ReadTarget:
-    """Destination of a stored tensor."""
-
-    key: str
-    target: Tensor | ManagedParam
 
 
 class RestorePlan:
@@ -88,28 +86,24 @@ class RestorePlan:
         self.tensors: dict[str, Tensor] = {}
         self._lz_state = lz_state
         self._optimizer = optimizer
-        self._document = contents.document
         self._stored = contents.tensors
         self._names = StateNames(lz_state, rank_local_names)
-        self._decoder = Decoder(self._loaded_tensor, rank)
-        self._rank = rank
-        self._read_targets: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
         self._destinations: dict[str, Tensor] = {}  # by key: memory on this rank into which the rows are loaded
+        self._targets: dict[int, tuple[str, str, Tensor | ManagedParam]] = {}  # by id of a target: name, key, target
         self._tied_pairs: list[tuple[str, str, str, str]] = []  # pairs tied here, stored apart: names and keys
-        self._parts: dict[int, tuple[str, str]] = {}  # by id of an inner tensor of a subclass: name and key
-        self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
-        self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
-        self._shared_state: dict[str, Any] = {}  # optimizer state under keys that are not parameters, encoded
-        self._kept: dict[str, Mapping[str, Any]] = {}  # by the same names: examples of the optimizer state, if known
+        self._module_states: list[tuple[nn.Module, Any]] = []
+        self._optimizer_state: dict[Any, Any] = {}  # by the optimizer's own names, and shared state
         self._group_settings: list[dict[str, Any]] | None = None  # one dict per parameter group; None: not stored
-        self._plan_model(contents.document["model"])
+        values = contents.values(rank)
+        self._plan_model(values["model"])
         matching_model = not self.problems
         if optimizer is not None:
-            self._plan_optimizer(optimizer, contents.document["optimizer"])
+            self._plan_optimizer(optimizer, values["optimizer"])
         self.only_optimizer_differs = matching_model and bool(self.problems)
-        for reference in references(contents.document["extra"], rank=rank):
-            self._plan_extra(reference)
+        self._extra = values["extra"]
+        for ref in refs_in(self._extra):
+            self._plan_extra(ref)
         self.in_place = self._in_place_keys() if twice else frozenset()
         for key, specs in self._uses.items():
             self.tensors[key] = self._target_tensor(key, specs)
@@ -150,9 +144,8 @@ class RestorePlan:
             elif isinstance(target, Tensor):
                 self._plan_tensor(stored_names, target, stored)
             else:
-                self._states.append((target, stored[stored_names[0]]))
-                for reference in references(stored[stored_names[0]], rank=self._rank):
-                    self._request_tensor(str(key_of(reference)), None)
+                self._module_states.append((target, stored[stored_names[0]]))
+                self._request_all(stored[stored_names[0]])
             self._differ += len(self.problems) > num_problems
         unexpected = sorted(stored.keys() - self._names.targets.keys())
         self.problems += [
@@ -178,43 +171,33 @@ class RestorePlan:
         if differing := [other for other in names if stored[other] != entry]:
             self.problems.append(f"{name} and {differing[0]} are one parameter here, but two in the checkpoint")
             return
-        keys = {part: key_of(reference) for part, reference in entry["tensors"].items()}
         problems = {
-            part: "expected a tensor"
-            if key is None
-            else _mismatch(self._stored[key], parts[part].shape, parts[part].dtype)
-            for part, key in keys.items()
+            part: self._mismatch(entry["tensors"][part], tensor.shape, tensor.dtype) for part, tensor in parts.items()
         }
-        if mismatches := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
-            self.problems += mismatches
-            return
-        for part, key in keys.items():
-            self._request_tensor(str(key), None)
-            self._read_targets.append(_ReadTarget(str(key), parts[part]))
-            first, first_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
-            if first_key != key:
-                self._tied_pairs.append((first, first_key, f"{part} of {name}", str(key)))
+        self.problems += [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]
+        if not any(problems.values()):
+            for part, tensor in parts.items():
+                self._read_into(f"{part} of {name}", entry["tensors"][part].key, tensor)
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._lz_state.parameters.managed_param(target)
         dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
-        keys: dict[str, str] = {}  # by key: first name that has this key
         for name in names:
-            key = key_of(stored[name])
-            if key is None:
-                self.problems.append(f"{name}: expected a tensor")
-            elif problem := _mismatch(self._stored[key], target.shape, dtype):
+            if problem := self._mismatch(stored[name], target.shape, dtype):
                 self.problems.append(f"{name}: {problem}")
             else:
-                keys.setdefault(key, name)
-        for index, (key, name) in enumerate(keys.items()):
-            memory = member.master if member is not None and len(keys) == 1 else None
-            self._request_tensor(key, None if member is None else member.spec, memory)
-            if index == 0:
-                self._read_targets.append(_ReadTarget(key, target if member is None else member))
-                first = (name, key)
-            else:
-                self._tied_pairs.append((*first, name, key))
+                self._read_into(name, stored[name].key, target if member is None else member)
+
+    def _read_into(self, name: str, key: str, target: Tensor | ManagedParam) -> None:
+        first_name, first_key, _ = self._targets.setdefault(id(target), (name, key, target))
+        if first_key != key:
+            self._tied_pairs.append((first_name, first_key, name, key))
+        elif first_name != name:
+            return
+        if isinstance(target, ManagedParam):
+            self._request(key, target.spec, target.master)
+        else:
+            self._request(key)
 
     def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
         if stored is None:
@@ -230,85 +213,87 @@ class RestorePlan:
             {**group, "params": [own_names.get(name, name) for name in group["params"]]}
             for group in stored.get("param_groups", ())
         ]
-        self._shared_state = stored.get("shared_state", {})
-        for reference in references([stored.get("param_groups"), self._shared_state], rank=self._rank):
-            self._request_tensor(str(key_of(reference)), None)
-        checks = [self._check_group(optimizer, number, saved_groups) for number in range(len(groups))]
-        check_of = {
-            name: check
-            for check, group in zip(checks, groups, strict=True)
-            for name in optimizer.parameter_names(group)
-        }
-        state: dict[str, Any] = {}
+        self._group_settings = [self._plan_group(optimizer, number, saved_groups) for number in range(len(groups))]
+        self._optimizer_state = dict(stored.get("shared_state", {}))
+        self._request_all([self._group_settings, self._optimizer_state])
         current_state = optimizer.state_by_name()
         for name, values in stored.get("state", {}).items():
-            if self._names.rank_local_names.is_elsewhere(name):
-                continue
-            if name not in own_names:
+            if name in own_names:
+                own_name = own_names[name]
+                self._plan_state(optimizer, name, own_name, values, current_state.get(own_name, {}))
+            elif not self._names.rank_local_names.is_elsewhere(name):
                 self.problems.append(f"unexpected in the optimizer: {name}")
-                continue
-            member = self._names.members.get(name)
-            shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.full_shape)
-            keys = {
-                state_key: [str(key_of(reference)) for reference in references(value, rank=self._rank)]
-                for state_key, value in values.items()
-            }
-            mismatches = [
-                f"{state_key} of {name} in the optimizer: {problem}"
-                for state_key, tensor_keys in keys.items()
-                for key in tensor_keys
-                if self._stored[key].shape
-                and optimizer.owned(own_names[name]) is None  # state of an owned parameter may have any shape
-                and (problem := _mismatch(self._stored[key], shape, self._stored[key].dtype))
-            ]
-            state_problems = check_of[own_names[name]].state_problems(values, len(shape))
-            mismatches += [
-                f"{state_key} of {name} in the optimizer: {problem}" for state_key, problem in state_problems
-            ]
-            self.problems += mismatches
-            if not mismatches:
-                for state_key, tensor_keys in keys.items():
-                    is_nested = key_of(values[state_key]) is None
-                    memory = None if is_nested else current_state.get(own_names[name], {}).get(state_key)
-                    for key in tensor_keys:
-                        spec = optimizer.spec_of_state(own_names[name], self._stored[key].shape)
-                        self._request_tensor(key, spec, memory)
-                state[own_names[name]] = values
-                self._kept[own_names[name]] = check_of[own_names[name]].example_state(len(shape)) or {}
-        self._group_settings = [check.settings for check in checks]
-        self._optimizer_state = state
 
-    def _check_group(
+    def _plan_group(
         self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]
-    ) -> GroupCompatibility:
-        group, saved = optimizer.param_groups[number], {}
+    ) -> dict[str, Any]:
+        """Return the saved settings of a parameter group whose kind of value fits."""
+        group, saved = optimizer.param_groups[number], dict[str, Any]()
         try:
             saved = optimizer.saved_group(group, saved_groups)
         except ValueError as error:
             self.problems.append(str(error))
-        check = GroupCompatibility(
-            optimizer.inner,
-            group,
-            saved,
-            self._stored,
-            device=self._lz_state.mesh_info.device,
-            what=f"parameter group {number} in the optimizer",
-        )
-        self.problems += check.problems
-        return check
+        problems = {key: _kind_mismatch(group.get(key), value) for key, value in saved.items()}
+        where = f"parameter group {number} in the optimizer"
+        self.problems += [f"{key} of {where}: {problem}" for key, problem in problems.items() if problem]
+        return {key: value for key, value in saved.items() if not problems[key]}
 
-    def _plan_extra(self, reference: Mapping[str, str]) -> None:
-        key, like = str(key_of(reference)), reference.get("like")
-        if like is not None and self._names.rank_local_names.is_elsewhere(like):
+    def _plan_state(
+        self,
+        optimizer: ShardedOptimizer,
+        name: str,
+        own_name: str,
+        values: Mapping[str, Any],
+        current: Mapping[str, Any],
+    ) -> None:
+        """Plan the load of the optimizer state of one parameter. If any entry does not match, plan none.
+
+        Args:
+            name, own_name: name of the parameter in the checkpoint, and in the optimizer.
+            current: state that the optimizer has for the parameter.
+        """
+        member = self._names.members.get(name)
+        shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.full_shape)
+        is_owned = optimizer.owned(own_name) is not None  # state of an owned parameter may have any shape
+        mismatches = [
+            f"{state_key} of {name} in the optimizer: {problem}"
+            for state_key, value in values.items()
+            for ref in refs_in(value)
+            if ref.ndim and not is_owned and (problem := self._mismatch(ref, shape, ref.dtype))
+        ]
+        mismatches += [
+            f"{state_key} of {name} in the optimizer: expected a tensor of the parameter's shape, but the checkpoint "
+            f"has {'a number' if isinstance(values[state_key], (int, float, Tensor)) else _kind(values[state_key])}"
+            for state_key, value in current.items()
+            if isinstance(value, Tensor) and value.ndim and shape and values.get(state_key) is not None
+            if not isinstance(values[state_key], StoredRef) or not values[state_key].ndim
+        ]
+        self.problems += mismatches
+        if mismatches:
             return
-        stored = self._stored[key]
-        member = None if like is None else self._names.members.get(like)
-        if like is not None and (member is None or member.spec.full_shape != stored.shape):
-            self.problems.append(f"{key} has the sharding of {like}, which is not in the model with this shape")
-        else:
-            self._request_tensor(key, None if member is None else member.spec)
+        for state_key, value in values.items():
+            for ref in refs_in(value):
+                memory = current.get(state_key) if ref is value else None
+                self._request(ref.key, optimizer.spec_of_state(own_name, ref.shape), memory)
+        self._optimizer_state[own_name] = values
 
-    def _request_tensor(self, key: str, spec: RowShardSpec | None, memory: Tensor | None = None) -> None:
+    def _plan_extra(self, ref: StoredRef) -> None:
+        if ref.like is None:
+            self._request(ref.key)
+            return
+        if self._names.rank_local_names.is_elsewhere(ref.like):
+            return
+        member = self._names.members.get(ref.like)
+        if member is None or member.spec.full_shape != tuple(ref.shape):
+            self.problems.append(f"{ref.key} has the sharding of {ref.like}, which is not in the model with this shape")
+        else:
+            self._request(ref.key, member.spec)
+
+    def _request_all(self, values: Any) -> None:
+        for ref in refs_in(values):
+            self._request(ref.key)
+
+    def _request(self, key: str, spec: RowShardSpec | None = None, memory: Any = None) -> None:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
@@ -323,12 +308,14 @@ class RestorePlan:
         """Return the keys of the tensors that can be read in place.
 
         A tensor can be read in place if the plan uses it once and the stored bytes can be read into its memory without
-        conversion. The result is empty if two such tensors overlap in memory.
+        conversion. The result is empty if two such tensors overlap in memory. Tied parameters that are stored apart are
+        compared first.
         """
+        tied = {key for pair in self._tied_pairs for key in pair[1::2]}
         address_ranges: list[tuple[int, int, str]] = []  # start address, end address and key
         for key, memory in self._destinations.items():
             (spec, *others), stored = self._uses[key], self._stored[key]
-            if spec is not None and not others and _can_read_into(memory, spec, stored):
+            if spec is not None and not others and key not in tied and _can_read_into(memory, spec, stored):
                 address_ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, key))
         address_ranges.sort()
         disjoint = all(first[1] <= second[0] for first, second in pairwise(address_ranges))
@@ -344,19 +331,19 @@ class RestorePlan:
         rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
         return sharded(rows, first, MutationTracker())
 
-    def _loaded_tensor(self, key: str) -> Any:
-        """Return the tensor that was read for `key`; None if the tensor does not match or belongs to other ranks."""
-        return self.tensors.get(key)
+    def _mismatch(self, ref: Any, shape: torch.Size, dtype: torch.dtype) -> str | None:
+        """Return the reason why a load cannot copy a stored tensor to this shape and dtype, or None if it can.
 
-    def _own_rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
-        """Return the values that were read for `target` as a plain tensor.
-
-        If `target` is sharded, return this rank's rows.
+        The shapes must be equal. The dtypes must be equal, or a lossless floating-point promotion such as bf16 to fp32.
         """
-        tensor = self.tensors[key]
-        if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
-            return rows_of(tensor, target.spec)
-        return plain(tensor)
+        if not isinstance(ref, StoredRef):
+            return "expected a tensor"
+        if ref.shape != shape:
+            return f"expected shape {list(shape)}, but the checkpoint has {list(ref.shape)}"
+        floating = ref.dtype.is_floating_point and dtype.is_floating_point
+        if ref.dtype == dtype or (floating and torch.promote_types(ref.dtype, dtype) == dtype):
+            return None  # bf16 to fp32 is exact
+        return f"expected {dtype}, but the checkpoint has {ref.dtype}"
 
     def tied_weight_problems(self) -> list[str]:
         """Return descriptions of tied parameters that are stored twice with different values."""
@@ -368,42 +355,79 @@ class RestorePlan:
 
     def restore_extra_states(self) -> Any:
         """Restore extra states of modules, wait for pending refreshes, and return ``extra``."""
-        extra = self._decoder.decode(self._document["extra"])
-        for module, state in self._states:
-            module.set_extra_state(self._decoder.decode(state))  # user code may raise; no tensor has been changed yet
+        extra = self._filled(self._extra)
+        for module, state in self._module_states:
+            module.set_extra_state(self._filled(state))  # user code may raise; no tensor has been changed yet
         self._lz_state.refreshes.before_master_write()
         return extra
+
+    def _filled(self, values: Any) -> Any:
+        """Return decoded values with the tensors that were read; None for those that do not match or are elsewhere."""
+        return fill_refs(values, self.tensors.get)
 
     @torch.no_grad()
     def commit(self) -> None:
         """Write all tensors that were not read in place, and the optimizer state. All ranks must call this method."""
         for key in self.in_place:
             increment_version(self._destinations[key])  # autograd graphs that saved this tensor become invalid
-        for read_target in self._read_targets:
-            if read_target.key not in self.in_place:
-                target = (
-                    read_target.target.master if isinstance(read_target.target, ManagedParam) else read_target.target
-                )
-                target.copy_(self._own_rows(read_target.key, read_target.target))
+        for _, key, target in self._targets.values():
+            if key not in self.in_place:
+                tensor = self.tensors[key]
+                if isinstance(target, ManagedParam):
+                    target.master.copy_(plain(tensor) if isinstance(tensor, DTensor) else rows_of(tensor, target.spec))
+                else:
+                    target.copy_(plain(tensor))
         self._lz_state.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)
 
     def _commit_optimizer(self, optimizer: ShardedOptimizer, settings: list[dict[str, Any]]) -> None:
         groups = [
-            {**group, **self._decoder.decode(group_settings), "params": optimizer.parameter_names(group)}
+            {**group, **self._filled(group_settings), "params": optimizer.parameter_names(group)}
             for group, group_settings in zip(optimizer.param_groups, settings, strict=True)
         ]
-        state = (
-            optimizer.state_dict_by_name()["state"] if self.problems else {}
-        )  # strict=False keeps entries without a match
-        for name, values in self._optimizer_state.items():
-            examples, loaded = self._kept[name], self._decoder.decode(values)
-            state[name] = {
-                state_key: match_state_type(value, examples.get(state_key)) for state_key, value in loaded.items()
-            }
-        state |= self._decoder.decode(self._shared_state)
-        optimizer.adopt_state_dict({"state": state, "param_groups": groups})
+        loaded = self._filled(self._optimizer_state)
+        for group in groups:
+            self._convert_numbers(optimizer, group, [loaded[name] for name in group["params"] if name in loaded])
+        kept = optimizer.state_dict_by_name()["state"] if self.problems else {}  # strict=False keeps other entries
+        optimizer.adopt_state_dict({"state": kept | loaded, "param_groups": groups})
+
+    def _convert_numbers(
+        self, optimizer: ShardedOptimizer, group: Mapping[str, Any], states: list[dict[str, Any]]
+    ) -> None:
+        """Convert numbers in loaded `states` to tensors where the optimizer stores tensors.
+
+        Other versions of an optimizer may have stored its step count as a number. A step would not advance such a
+        count.
+        """
+        if not any(isinstance(value, (int, float)) for state in states for value in state.values()):
+            return
+        device, example = self._lz_state.mesh_info.device, dict[str, Any]()
+        with (
+            suppress(Exception),  # the copy of an optimizer may fail to step; it then keeps the numbers
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        ):
+            example, _ = state_after_a_step(optimizer.inner, {**group, "params": []}, device)
+        for state in states:
+            for key, value in state.items():
+                if isinstance(value, (int, float)) and isinstance(example.get(key), Tensor):
+                    state[key] = torch.full_like(example[key], value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return "a number"
+    if isinstance(value, Tensor):
+        return "a tensor"
+    return "a list of values" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+
+
+def _kind_mismatch(current: Any, saved: Any) -> str | None:
+    """Return a description of the mismatch between the kinds of two settings; None if they match or one is None."""
+    if current is None or saved is None or _kind(current) == _kind(saved):
+        return None
+    text = repr(saved)
+    return f"expected {_kind(current)}, but the checkpoint has {_kind(saved)}: {text[:60]}{'...' * (len(text) > 60)}"
 
 
 def _can_read_into(memory: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
@@ -421,18 +445,3 @@ def _can_read_into(memory: Tensor, spec: RowShardSpec, stored: StoredTensor) -> 
 def _equal(first: Tensor, second: Tensor) -> bool:
     dtype = torch.promote_types(first.dtype, second.dtype)
     return torch.equal(first.to(dtype), second.to(dtype))
-
-
-def _mismatch(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
-    """Return the reason why a load cannot copy a stored tensor to this shape and dtype, or None if it can.
-
-    The shapes must be equal. The dtypes must be equal, or a lossless floating-point promotion such as bf16 to fp32.
-    """
-    if stored.shape != tuple(shape):
-        return f"expected shape {list(shape)}, but the checkpoint has {list(stored.shape)}"
-    if stored.dtype == dtype:
-        return None
-    floating = stored.dtype.is_floating_point and dtype.is_floating_point
-    if floating and torch.promote_types(stored.dtype, dtype) == dtype:
-        return None  # bf16 to fp32 is exact
-    return f"expected {dtype}, but the checkpoint has {stored.dtype}"

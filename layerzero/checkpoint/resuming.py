@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.errors import RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.loading import prepare_load
-from layerzero.checkpoint.manifest import MANIFEST, Manifest, UnsupportedFormatError
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
+from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise
 from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_unchanged, scan
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState

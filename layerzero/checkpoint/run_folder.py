@@ -19,7 +19,7 @@ from layerzero.checkpoint.atomic_files import (
     rename_as_damaged,
     require_only_checkpoint_files,
 )
-from layerzero.checkpoint.manifest import UnsupportedFormatError
+from layerzero.checkpoint.errors import UnsupportedFormatError
 
 __all__ = [
     "RunFolderScan",

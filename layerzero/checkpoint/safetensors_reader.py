@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
 from layerzero.checkpoint.checksums import ByteRange
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CONTENTS, CheckpointContents
-from layerzero.checkpoint.json_codec import DTYPES
-from layerzero.checkpoint.safe_json import parse
+from layerzero.checkpoint.contents import CONTENTS, CheckpointContents
+from layerzero.checkpoint.json_codec import DTYPES, StoredTensor
 from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]
@@ -93,7 +92,7 @@ class CheckpointFiles:
         try:
             if not 0 < length <= min(size - 8, _HEADER_BYTES):
                 raise ValueError(f"the header has the invalid length of {length:,} bytes")
-            entries = parse(path, self._read_bytes(file, 8, 8 + length))
+            entries = json.loads(self._read_bytes(file, 8, 8 + length))
             entries.pop("__metadata__", None)
             _check_offsets(entries, size - 8 - length)
             for part in parts:

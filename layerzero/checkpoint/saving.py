@@ -22,13 +22,9 @@ from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError, r
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
+from layerzero.checkpoint.errors import RankLostError
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import (
-    PathLike,
-    RankLostError,
-    check_checkpoint_arguments,
-    convert_dcp_exception,
-)
+from layerzero.checkpoint.rank_agreement import PathLike, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest
-from layerzero.checkpoint.dcp_storage import CONTENTS
+from layerzero.checkpoint.contents import CONTENTS
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.comm.collectives import Communicator, send_recv

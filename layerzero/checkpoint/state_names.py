@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from layerzero.checkpoint.json_codec import Encoder, MergeableValue
-from layerzero.checkpoint.subclass_tensors import to_subclass_entry
+from layerzero.checkpoint.json_codec import Encoder, MergeableValue, to_subclass_entry
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import original_dtypes
@@ -174,7 +173,7 @@ def encode_all(
     document = {
         "model": encoder.encode(names.rank_local_names.split_values(values), "model"),
         "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
-        "extra": encoder.encode_tree(extra, "extra"),
+        "extra": encoder.encode(extra, "extra"),
     }
     encoder.digest_tensors("extra")
     encoder.digest_tensors("optimizer.shared_state")  # such as rows of one rank

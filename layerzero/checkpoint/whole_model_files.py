@@ -24,18 +24,16 @@ from layerzero.checkpoint.atomic_files import (
     publish_file,
     remove,
 )
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_stored_tensor, iter_pieces, open_safetensors
-from layerzero.checkpoint.json_codec import DTYPES, references
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, open_safetensors
+from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredRef, StoredTensor, is_subclass_entry
 from layerzero.checkpoint.pretrained_weights import find_safetensors
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_writer import write_safetensors
-from layerzero.checkpoint.subclass_tensors import is_subclass_entry
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
 
 _PART = 2 << 30
-_DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,8 @@ def export_model(
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
     """Return the key of each model tensor, or of its average, keyed by name; see :func:`export_model`."""
-    model = contents.document["model"]
+    values = contents.values(None)
+    model = values["model"]
     if classes := [
         name for name, entry in model.items() if is_subclass_entry(entry) and not name.endswith("_extra_state")
     ]:
@@ -150,25 +149,20 @@ def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str
     keys = _keys(model)
     if not averages:
         return keys
-    extra = contents.document["extra"]
+    extra = values["extra"]
     ema = extra.get("ema") if isinstance(extra, dict) else None
     if not isinstance(ema, dict) or not isinstance(ema.get("averages"), dict):
         raise ValueError(
             'the checkpoint has no averages. Export it without them, or save with extra={"ema": ema.state_dict(), ...}'
         )
     stored = _keys(ema["averages"])
-    of_parameter = {str(value["like"]): stored[name] for name, value in ema["averages"].items() if "like" in value}
+    of_parameter = {ema["averages"][name].like: key for name, key in stored.items()}
     tied = {key: of_parameter[name] for name, key in keys.items() if name in of_parameter}
     return {name: tied.get(key, key) for name, key in keys.items()}
 
 
 def _keys(values: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: str(reference[next(iter(reference))])
-        for name, value in values.items()
-        for reference in references(value, rank=None)
-        if reference is value
-    }
+    return {name: value.key for name, value in values.items() if isinstance(value, StoredRef)}
 
 
 def _iter_full_tensor(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -229,7 +223,7 @@ class _FileTensor:
     @classmethod
     def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _FileTensor:
         entry = tensors.get_slice(name)
-        dtype = _DTYPE_NAMED.get(entry.get_dtype())
+        dtype = DTYPE_NAMED.get(entry.get_dtype())
         if dtype is None:
             raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
         changed = cast if cast is not None and dtype.is_floating_point else dtype

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_path, publish_file, remove
-from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_stored_tensor, iter_pieces, open_safetensors
+from layerzero.checkpoint.contents import CheckpointContents
+from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, open_safetensors
+from layerzero.checkpoint.json_codec import StoredTensor
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_layout import layer_of, module_name

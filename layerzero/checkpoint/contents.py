@@ -1,0 +1,154 @@
+"""Read, check and write ``contents.json``: the table of tensors, all other values, and the numbers of ranks.
+
+[Note: Checks of the table of tensors]
+A matching checksum proves that a file has not changed since it was written. It does not prove that the table covers all
+rows. Rows that are missing from all files would be loaded as uninitialized memory, and wrong sizes could cause
+allocations that exceed the available memory. Therefore the table is compared with the file sizes before any allocation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerzero.checkpoint.atomic_files import write_file
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype_named
+from layerzero.checkpoint.manifest import FileRecord, Manifest
+
+__all__ = ["CONTENTS", "CheckpointContents", "num_saving_ranks"]
+
+CONTENTS = "contents.json"
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """Contents of a checkpoint, except for the values of its tensors.
+
+    Attributes:
+        topology: numbers of ranks in the run that saved the checkpoint. The keys are ``data_parallel`` and
+            ``zero3_size``, and also ``ranks`` if the total number of ranks was larger than ``data_parallel``.
+        document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
+        tensors: by key, the tensors that `document` refers to.
+    """
+
+    topology: Mapping[str, int]
+    document: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def read(cls, manifest: Manifest) -> CheckpointContents:
+        """Read and check ``contents.json``. Raises CheckpointError if the file is missing or invalid."""
+        path = manifest.path_of(CONTENTS)
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        manifest.verify_text(CONTENTS, text)
+        with _errors_about(path):
+            content = json.loads(text)
+            tensors = {
+                key: StoredTensor(
+                    tuple(shape),
+                    dtype_named(dtype),
+                    tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
+                )
+                for key, (dtype, shape, chunks) in content["tensors"].items()
+            }
+            for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in content["topology"] else [])):
+                if not _are_sizes([content["topology"][name]]):
+                    raise ValueError(f"{name} is {content['topology'][name]!r}, which is no number of ranks")
+            _check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
+            contents = cls(content["topology"], content["document"], tensors)
+            values = contents.values(None)
+            optimizer = values["optimizer"] or {"state": {}, "param_groups": []}
+            tables = [values["model"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]]
+            if not all(type(table) is dict for table in tables):
+                raise ValueError("the model, an optimizer state or a parameter group is not an object")
+        return contents
+
+    def values(self, rank: int | None) -> dict[str, Any]:
+        """Return the decoded document for `rank`; see :class:`layerzero.checkpoint.json_codec.Decoder`."""
+        decoder = Decoder(self.tensors, rank)
+        return {part: decoder.decode(self.document[part]) for part in ("model", "optimizer", "extra")}
+
+    def write(self, folder: Path) -> FileRecord:
+        """Write ``contents.json`` into `folder`, and return its size and checksums.
+
+        Raises:
+            OSError: the file cannot be written, for instance because the disk is full.
+        """
+        tensors = {
+            key: [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.chunks]
+            for key, tensor in sorted(self.tensors.items())
+        }
+        content = {"topology": self.topology, "document": self.document, "tensors": tensors}
+        return write_file(folder / CONTENTS, [json.dumps(content).encode()])
+
+
+@contextmanager
+def _errors_about(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
+
+
+def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
+    """Return the number of ranks that saved the checkpoint, including model-parallel ranks; None if unknown."""
+    return topology.get("ranks", topology.get("data_parallel"))
+
+
+def _check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
+    """Check that chunks cover each tensor without gaps, and that each file is large enough for its chunks.
+
+    Raises:
+        ValueError: a check fails; the message names the tensor or the file.
+    """
+    file_nbytes: Counter[str] = Counter()  # number of bytes per file
+    for key, tensor in tensors.items():
+        if not _are_sizes(tensor.shape) or math.prod(max(1, size) for size in tensor.shape) >= 2**60:
+            raise ValueError(f"{key} has the invalid shape {list(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{key} has the dtype {tensor.dtype}, which safetensors files do not support")
+        for file, offsets, sizes in tensor.chunks:
+            if file not in file_sizes:
+                raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
+            if not _are_sizes([*offsets, *sizes]) or not len(offsets) == len(sizes) == len(tensor.shape):
+                raise ValueError(f"{key} has an invalid chunk of shape {list(sizes)} at {list(offsets)}")
+            file_nbytes[file] += tensor.dtype.itemsize * math.prod(sizes)
+        if not _cover(tensor.shape, [chunk[1:] for chunk in tensor.chunks if all(chunk[2])]):
+            raise ValueError(f"{key} of shape {list(tensor.shape)} is not covered exactly by its chunks")
+    for file, nbytes in file_nbytes.items():
+        if nbytes > file_sizes[file]:
+            raise ValueError(f"{file} has {file_sizes[file]} bytes, but its tensors need {nbytes} bytes")
+
+
+def _cover(shape: Sequence[int], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether `chunks`, (offsets, sizes) each, cover `shape` without gaps or overlap.
+
+    Chunks may split one dim, and each range of this dim may be split further along the dims before it.
+    """
+    if not shape:
+        return len(chunks) == 1
+    if not all(shape):
+        return True
+    by_range: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for offsets, sizes in chunks:
+        by_range.setdefault((offsets[-1], sizes[-1]), []).append((offsets[:-1], sizes[:-1]))
+    end = 0
+    for start, size in sorted(by_range):
+        if start != end:
+            return False
+        end += size
+    return end == shape[-1] and all(_cover(shape[:-1], inner) for inner in by_range.values())
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
