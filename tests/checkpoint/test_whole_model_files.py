@@ -211,7 +211,9 @@ class AllocationPeak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._old:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:  # meta tensors have no memory
+                continue
+            if (storage := tensor.untyped_storage())._cdata not in self._old:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
         return out
