@@ -40,23 +40,19 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.muon.owner_groups import OwnerGroup
 from layerzero.muon.owner_layout import ParamOwner, update_cost
 from layerzero.muon.split_step import Turn, step_param_by_param
+from layerzero.optimizers.update_rule import FullParam
 
 __all__ = ["OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnedParam:
+class OwnedParam(FullParam):
     """Parameter that one rank, its owner, updates in full."""
 
     member: ManagedParam
     owner: ParamOwner
     group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
-
-    @property
-    def master(self) -> Tensor:
-        """Entry in the group during a step: this rank's rows, or the full parameter during the owner's step."""
-        return self.member.master_param
 
     @property
     def place(self) -> tuple[int, int]:

@@ -30,9 +30,11 @@ from layerzero.muon.owner_groups import (
 from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.muon.owner_state import add_remote_owner_state
 from layerzero.muon.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
+from layerzero.muon.split_step import step_param_by_param
 from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
+from layerzero.optimizers.update_rule import UpdateRule
 
-__all__ = ["ModelOwners", "OwnerTable", "owners_of"]
+__all__ = ["ModelOwners", "OwnerTable", "owners_of", "step_param_by_param"]
 
 _Key = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
 
@@ -58,7 +60,7 @@ def owners_of(lz_state: LayerZeroState) -> ModelOwners:
     return lz_state.extension(ModelOwners, ModelOwners)
 
 
-class OwnerTable:
+class OwnerTable(UpdateRule):
     """Table of one optimizer's owned parameters. The owner of a parameter updates it in full.
 
     Every rank must construct the table. The constructor assigns an owner to each parameter that needs an owner.
@@ -72,7 +74,7 @@ class OwnerTable:
     """
 
     def __init__(self, lz_state: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
-        self.owned: dict[int, OwnedParam] = {}
+        self.owned: dict[int, OwnedParam] = {}  # type: ignore[assignment]
         self._lz_state = lz_state
         self._model_owners = owners_of(lz_state)
         self._inner = inner
@@ -109,7 +111,7 @@ class OwnerTable:
             _reassign_owners(self._lz_state, members, self._inner)
         self._examined |= {member.name for member in members}
 
-    def update_owners(self) -> None:
+    def on_layout_change(self) -> None:
         """Update owners and owner groups after the layout has changed."""
         owners, owner_groups = self._model_owners.owners, self._model_owners.groups
         for key, param in self.owned.items():
@@ -129,7 +131,7 @@ class OwnerTable:
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""
         if not self.owned:
-            take_step()
+            super().step(take_step)
             return
         lz_state = self._lz_state
         step_with_owners(self._inner, list(self.owned.values()), lz_state.ranks, lz_state.pools.scratch, take_step)
@@ -142,24 +144,6 @@ class OwnerTable:
         if not self.owned:
             return dict(state)
         return add_remote_owner_state(state, list(self.owned.values()), self._lz_state.ranks)
-
-    def refuse_numbered_state_if_owned(self) -> None:
-        """Raise NotImplementedError if the optimizer has owned parameters."""
-        if self.owned:
-            raise NotImplementedError(
-                f"state_dict() of {type(self._inner).__name__} is not supported, and neither is "
-                "torch.distributed.checkpoint.state_dict: the optimizer needs full parameters, whose state is on their "
-                "owners, and torch would take this rank's part for the full state. Call "
-                "optimizer.state_dict_by_name() on every rank, or use layerzero.checkpoint.save"
-            )
-
-    def refuse_method_if_owned(self, method: str) -> None:
-        """Raise RuntimeError if the optimizer has owned parameters. `method` would see only some of their rows."""
-        if self.owned:
-            raise RuntimeError(
-                f"{method}() of {type(self._inner).__name__} is not supported: it would read this rank's rows, but the "
-                "optimizer needs full parameters, which exist only inside step(). Use an element-wise optimizer"
-            )
 
 
 @torch.no_grad()

@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from layerzero.dtensor.stale_parameter import current
-from layerzero.muon.split_step import Turn, step_param_by_param
 from layerzero.optimizers.apex import apex_class, with_preparation
 from layerzero.optimizers.optimizer_copy import HOOKS, copy_optimizer, unwrap_step, user_attributes
 from layerzero.optimizers.placeholders import placeholder
+from layerzero.utils.add_ons import addon
 
 __all__ = [
     "TrialError",
@@ -41,6 +41,8 @@ __all__ = [
     "group_kind",
     "steps_matrices_separately",
 ]
+
+_Turn = tuple[dict[str, Any], Tensor]  # (group of the optimizer, parameter to step with the group's settings)
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -461,7 +463,7 @@ def _run_steps(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_param_by_param(
+            addon("muon").step_param_by_param(
                 optimizer_copy, step, _defer_owned_turns(optimizer_copy, parameters_by_group, owned, rank)
             )
         else:
@@ -496,7 +498,7 @@ def _copy_for_trial(
 
 def _defer_owned_turns(
     optimizer_copy: Optimizer, parameters_by_group: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
-) -> Iterable[Turn]:
+) -> Iterable[_Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
     Returns:
@@ -513,7 +515,7 @@ def _defer_owned_turns(
     return _step_one_by_one(later)
 
 
-def _step_one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[Turn]:
+def _step_one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[_Turn]:
     for group, parameter, gradient in later:
         parameter.grad = gradient
         yield group, parameter

@@ -16,7 +16,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.muon.owner_step import OwnedParam
+from layerzero.optimizers.update_rule import FullParam
 
 __all__ = [
     "IMPLEMENTATION_SETTINGS",
@@ -35,8 +35,8 @@ __all__ = [
 
 
 Holder = (
-    ManagedParam | OwnedParam | None
-)  # ManagedParam: each rank has the state of its rows. OwnedParam: the owner has all state. None: not sharded
+    ManagedParam | FullParam | None
+)  # ManagedParam: each rank has the state of its rows. FullParam: the owner has all state. None: not sharded
 
 
 def to_public_value(value: Any, holder: Holder) -> Any:
@@ -45,7 +45,7 @@ def to_public_value(value: Any, holder: Holder) -> Any:
     def convert(leaf: Any) -> Any:
         if holder is None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.ndim:
             return leaf
-        if isinstance(holder, OwnedParam):
+        if isinstance(holder, FullParam):
             shape = holder.global_state_shape(leaf.shape)
             return leaf if shape is None else sharded(leaf, holder.state_spec(shape), MutationTracker())
         return sharded(leaf, holder.spec, MutationTracker()) if leaf.shape == holder.master.shape else leaf
@@ -63,7 +63,7 @@ def to_stored_value(key: str, value: Any, holder: Holder) -> Any:
     def convert(leaf: Any) -> Any:
         if holder is None or not isinstance(leaf, Tensor):
             return leaf
-        if not isinstance(holder, OwnedParam):
+        if not isinstance(holder, FullParam):
             is_global = isinstance(leaf, DTensor) or (leaf.ndim and tuple(leaf.shape) == holder.spec.full_shape)
             return _rows_of_rank(key, leaf, holder, copy=False) if is_global else leaf
         full = _full_on_owner(key, leaf, holder, copy=False)
@@ -152,16 +152,16 @@ def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True)
     def convert(key: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if isinstance(holder, OwnedParam):
+        if isinstance(holder, FullParam):
             full = _full_on_owner(key, leaf, holder, copy=copy)
             return full if key == "step" else to_device_of(full, holder.member.master)  # as torch's load_state_dict
         return _rows_of_rank(key, leaf, holder, copy=copy)
 
     state = {key: tree_map(partial(convert, key), value) for key, value in values.items()}
-    return {} if isinstance(holder, OwnedParam) and not holder.is_owned_by_this_rank else state
+    return {} if isinstance(holder, FullParam) and not holder.is_owned_by_this_rank else state
 
 
-def _full_on_owner(key: str, value: Tensor, owned: OwnedParam, *, copy: bool) -> Tensor:
+def _full_on_owner(key: str, value: Tensor, owned: FullParam, *, copy: bool) -> Tensor:
     device = owned.member.master.device
     if value.ndim == 0:
         value = value.full_tensor() if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]

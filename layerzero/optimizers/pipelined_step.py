@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from layerzero.engine.handle import Handle
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.weight_refresh import RefreshRound
-from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.compatibility import is_elementwise_by_name
+from layerzero.optimizers.update_rule import UpdateRule
 
 __all__ = ["update_params"]
 
@@ -29,7 +29,7 @@ _MOST = 8  # maximum number of parts; the first update, about an eighth of the w
 
 def update_params(
     inner: Optimizer,
-    ownership: OwnerTable,
+    update_rule: UpdateRule,
     lz_state: LayerZeroState,
     refresh: RefreshRound | None,
     take_step: Callable[[], Any],
@@ -45,8 +45,8 @@ def update_params(
         handle.mesh_info.replicas > 1 for handle in lz_state.handles
     )
     with lz_state.observer.during("update", "optimizer"):
-        if refresh is None or not has_transfers or ownership.owned or not _can_step_in_parts(inner):
-            ownership.step(take_step)
+        if refresh is None or not has_transfers or update_rule.owned or not _can_step_in_parts(inner):
+            update_rule.step(take_step)
         else:
             _step_in_parts(inner, lz_state.handles, refresh, take_step)
 

@@ -67,6 +67,7 @@ from layerzero.optimizers.torch_state_dict import (
     to_numbered,
     to_optimizer_names,
 )
+from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
@@ -78,6 +79,7 @@ from layerzero.optimizers.wrapped_optimizer import (
     require_unedited,
     step_without_global_hooks,
 )
+from layerzero.utils.add_ons import addon
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
@@ -159,7 +161,9 @@ class ShardedOptimizer(OptimizerProxy):
         self._new_settings: list[tuple[dict[str, Any], Collection[str]]] = []  # groups, and settings for torch to fill
         self._is_used_by_torch = False  # True if torch's functions have created state since the last step or load
         self._placeholders = Placeholders()
-        self._owner_table = OwnerTable(lz_state, inner, full_param_kinds)
+        self._update_rule = UpdateRule()  # who updates which rows
+        if full_param_kinds:
+            self._update_rule = addon("muon").OwnerTable(lz_state, inner, full_param_kinds)
         old_groups, old_state = list(inner.param_groups), inner.state
         old_parameters = [group["params"] for group in old_groups]
         inner.param_groups.clear()
@@ -173,7 +177,7 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self.param_groups = inner.param_groups
         self.state: ParamKeyedState = ParamKeyedState(  # type: ignore[assignment]
-            inner, self._master_of, self._member_at, self._owner_table, self._new
+            inner, self._master_of, self._member_at, self._update_rule, self._new
         )
         for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(group_parameters, masters, strict=True):
@@ -251,7 +255,7 @@ class ShardedOptimizer(OptimizerProxy):
 
             def update_all(take_step: Callable[[], Any]) -> None:
                 prepared = with_preparation(self.inner, take_step)
-                update_params(self.inner, self._owner_table, self._lz_state, refresh, prepared)
+                update_params(self.inner, self._update_rule, self._lz_state, refresh, prepared)
 
             step_without_global_hooks(self.inner, update_all)
         self._lz_state.gradients.record_step(list(self._member_at.values()))
@@ -357,13 +361,17 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the empty masters that need placeholders during a step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
-        masters = [self._master_of[key] for key in self._member_at if key not in self._owner_table.owned]
+        masters = [self._master_of[key] for key in self._member_at if key not in self._update_rule.owned]
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
-        self._owner_table.refuse_method_if_owned(method.__name__)
+        if self.has_owners:
+            raise RuntimeError(
+                f"{method.__name__}() of {type(self.inner).__name__} is not supported: it would read this rank's rows, "
+                "but the optimizer needs full parameters, which exist only inside step(). Use an element-wise optimizer"
+            )
         refusal = (
             f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
         )
@@ -406,7 +414,7 @@ class ShardedOptimizer(OptimizerProxy):
             param_group.update(self.inner.param_groups[-1])  # an overridden method may have added a copy
             self.inner.param_groups[-1] = param_group
             masters, param_group["params"] = param_group["params"], listed
-            self._owner_table.add_group(param_group, members)
+            self._update_rule.add_group(param_group, members)
         except Exception:
             del self.inner.param_groups[count:]
             param_group.clear()
@@ -420,7 +428,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def on_layout_change(self) -> None:
         """Update the references to owners after the layout has changed."""
-        self._owner_table.update_owners()
+        self._update_rule.on_layout_change()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
         if member is None and not self._lz_state.parameters.is_ignored(parameter):
@@ -467,7 +475,13 @@ class ShardedOptimizer(OptimizerProxy):
             torch.distributed.checkpoint.load(state, checkpoint_id=path)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         """
-        self._owner_table.refuse_numbered_state_if_owned()
+        if self.has_owners:
+            raise NotImplementedError(
+                f"state_dict() of {type(self.inner).__name__} is not supported, and neither is "
+                "torch.distributed.checkpoint.state_dict: the optimizer needs full parameters, whose state is on their "
+                "owners, and torch would take this rank's part for the full state. Call "
+                "optimizer.state_dict_by_name() on every rank, or use layerzero.checkpoint.save"
+            )
 
         def make_numbered() -> dict[str, Any]:
             state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
@@ -503,7 +517,7 @@ class ShardedOptimizer(OptimizerProxy):
         def make_named() -> dict[str, Any]:
             state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
             groups = [{**group, "params": names} for group, names in self._named_groups()]
-            state, shared = self._owner_table.add_remote_owner_state(state), self.shared_state()
+            state, shared = self._update_rule.add_remote_owner_state(state), self.shared_state()
             if taken := shared.keys() & {name for group in groups for name in group["params"]}:
                 raise ValueError(
                     f"the optimizer has state under {taken.pop()!r}, the name of a parameter. Change the key"
@@ -652,7 +666,7 @@ class ShardedOptimizer(OptimizerProxy):
                 }
             if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
                 cut = {key: to_device_of(value, self._master_of[id(parameter)]) for key, value in cut.items()}
-            if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
+            if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
                 state[self._master_of[id(parameter)]] = cut
         self._forget_new_state()
         self._is_used_by_torch = False
@@ -721,7 +735,7 @@ class ShardedOptimizer(OptimizerProxy):
     @property
     def has_owners(self) -> bool:
         """True if the optimizer needs some full parameters. Their state is on their owner ranks."""
-        return bool(self._owner_table.owned)
+        return bool(self._update_rule.owned)
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names that :meth:`state_dict_by_name` uses for the parameters of a group."""
@@ -731,9 +745,9 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the wrapped optimizer's state without a copy, keyed by the names in :meth:`state_dict_by_name`."""
         return {self._name_of(p): values for p, values in self.state.stored_by_param()}
 
-    def owned(self, name: str) -> OwnedParam | None:
+    def owned(self, name: str) -> FullParam | None:
         """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if `name` has no owner."""
-        return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
+        return next((each for each in self._update_rule.owned.values() if each.member.name == name), None)
 
     def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
         """Return the sharding of a state tensor of shape `shape` for parameter `name`, or None if it is not sharded."""
@@ -741,7 +755,7 @@ class ShardedOptimizer(OptimizerProxy):
         holder = None if member is None else self.state.holder_of(member.sharded)
         if not shape or holder is None:
             return None
-        return holder.state_spec(shape) if isinstance(holder, OwnedParam) else holder.spec
+        return holder.state_spec(shape) if isinstance(holder, FullParam) else holder.spec
 
     def _name_of(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))

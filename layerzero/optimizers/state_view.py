@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.muon.owner_step import OwnedParam
-from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
+from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
 __all__ = ["ParamKeyedState"]
@@ -35,7 +34,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         inner: the wrapped optimizer.
         master_of: mapping from the id of a sharded parameter to its master.
         member_at: mapping from the id of a sharded parameter to its managed parameter.
-        owner_table: owners of the parameters that the optimizer updates in full.
+        update_rule: has the parameters that owners update in full.
         new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
 
@@ -44,13 +43,13 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         inner: torch.optim.Optimizer,
         master_of: Mapping[int, Tensor],
         member_at: Mapping[int, ManagedParam],
-        owner_table: OwnerTable,
+        update_rule: UpdateRule,
         new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
         self._master_of = master_of
         self._member_at = member_at
-        self._owner_table = owner_table
+        self._update_rule = update_rule
         self._new = new
         self._received: Mapping[str, Any] | None = None  # states of owned parameters, until the state changes
 
@@ -86,12 +85,12 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         master, holder = self._key_of(key), self.holder_of(key)
         if id(key) in self._new:
             return self._new[id(key)]  # to load a flattened state, torch's set_state_dict reads the keys
-        if isinstance(holder, OwnedParam) and key not in self and key.requires_grad:
+        if isinstance(holder, FullParam) and key not in self and key.requires_grad:
             raise KeyError(
                 f"the optimizer has no state for a parameter of shape {list(key.shape)} on this rank, because "
                 "the state of a full parameter is on its owner. Call optimizer.state_dict_by_name() on every rank"
             )
-        if isinstance(holder, OwnedParam) and key in self and master not in self.stored:
+        if isinstance(holder, FullParam) and key in self and master not in self.stored:
             return _show(self._owned_elsewhere()[holder.member.name], holder)
         return _show(self.stored[master], holder)
 
@@ -99,7 +98,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         master, holder = self._key_of(key), self.holder_of(key)
         values = to_stored_value("", values.stored if isinstance(values, _StateValues) else values, holder)
         self.forget_owners()
-        if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
+        if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
             self.stored[master] = values
 
     def __delitem__(self, key: Any) -> None:
@@ -110,7 +109,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         holder = self.holder_of(key)  # type: ignore[arg-type]
-        if isinstance(holder, OwnedParam):
+        if isinstance(holder, FullParam):
             return holder.member.name in self._owned_elsewhere()
         return self._master_of.get(id(key), key) in self.stored or id(key) in self._new
 
@@ -125,7 +124,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         # Hazard: torch's get_state_dict calls step() if the view is false. An optimizer with owners would then take a
         # step, because only one without owners recognizes this call. See [Note: torch's get_state_dict].
         has_owners = any(
-            isinstance(self.holder_of(p), OwnedParam) for g in self._inner.param_groups for p in g["params"]
+            isinstance(self.holder_of(p), FullParam) for g in self._inner.param_groups for p in g["params"]
         )
         return has_owners or any(True for _ in self)
 
@@ -158,17 +157,17 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     def holder_of(self, key: object) -> Holder:
         """Return the :data:`Holder` of the state under a key."""
-        return self._owner_table.owned.get(id(key)) or self._member_at.get(id(key))
+        return self._update_rule.owned.get(id(key)) or self._member_at.get(id(key))
 
     def _owned_elsewhere(self) -> Mapping[str, Any]:
         """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
         if self._received is None:
-            owned = [each for each in self._owner_table.owned.values() if each.master in self.stored]
+            owned = [each for each in self._update_rule.owned.values() if each.master in self.stored]
             own = {
                 each.member.name: {key: to_public_value(value, each) for key, value in self.stored[each.master].items()}
                 for each in owned
             }
-            self._received = self._owner_table.add_remote_owner_state(own)
+            self._received = self._update_rule.add_remote_owner_state(own)
         return self._received
 
 
