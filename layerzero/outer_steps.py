@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.codecs import GatherCodec, ParamRows
@@ -45,6 +46,7 @@ from layerzero.comm.collectives import (
     broadcast,
     connect,
 )
+from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import group_count_fields
 from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
@@ -179,11 +181,11 @@ def outer(
             f"layerzero.outer got {len(optimizers)} optimizers, but the model has {len(lz_state.optimizers)}. Pass all "
             "optimizers that shard_optimizer has returned for this model"
         )
-    if any(kind in lz_state.kept_bytes for kind in _MEMORY_KINDS):
+    if lz_state.attached_of(OuterSteps) is not None:
         raise ValueError("layerzero.outer was already called for this model. Call close() of its result first")
     settings = OuterSettings(every, warmup, fragments, delay, lr, momentum, codec)
     comm = _agree_and_connect(lz_state, sites, settings)
-    return OuterSteps(lz_state, optimizers, comm, settings)
+    return lz_state.attach(OuterSteps(lz_state, optimizers, comm, settings))
 
 
 def _agree_and_connect(
@@ -305,7 +307,7 @@ class _Fragment:
         yield from zip(self.handles, torch.split(flat, sizes), strict=True)
 
 
-class OuterSteps:
+class OuterSteps(StepObserver):
     """Outer steps of one model. Created by :func:`outer`; see [Note: Outer steps].
 
     Attributes:
@@ -334,10 +336,6 @@ class OuterSteps:
         self._fragments: list[_Fragment] = []  # empty during the warm-up
         self._is_open = True
         self._optimizers = tuple(optimizers)
-        for optimizer in optimizers:
-            optimizer.before_update = self._before_update
-        lz_state.kept_bytes[_MEMORY_KINDS[lz_state.config.offload_optimizer]] = lambda: self.nbytes
-        lz_state.on_close.append(self.close)
         if not settings.warmup:
             self._set_anchors()
 
@@ -352,6 +350,9 @@ class OuterSteps:
         kept = [tensor for each in self._fragments for tensor in (each.anchor, each.velocity) if tensor is not None]
         return sum(tensor.nbytes for tensor in kept)
 
+    def kept_bytes(self) -> dict[str, int]:
+        return {_MEMORY_KINDS[self._lz_state.config.offload_optimizer]: self.nbytes}
+
     def close(self) -> None:
         """Stop averaging gradients, and free the anchors and the momentum.
 
@@ -360,17 +361,14 @@ class OuterSteps:
         if not self._is_open:
             return
         self._is_open = False
-        for optimizer in self._optimizers:
-            optimizer.before_update = None
         self._fragments.clear()
-        for kind in _MEMORY_KINDS:
-            self._lz_state.kept_bytes.pop(kind, None)
-        if self.close in self._lz_state.on_close:  # not while the model itself is closed
-            self._lz_state.on_close.remove(self.close)
+        self.detach()
 
     @torch.no_grad()
-    def _before_update(self) -> None:
-        """Prepare for an optimizer step. Called by ``optimizer.step()`` when all gradients are final."""
+    def gradients_final(self, optimizer: Optimizer) -> None:
+        """Prepare for an optimizer step."""
+        if not any(optimizer is each for each in self._optimizers):
+            return
         if not self._has_begun:
             self._require_usable()
             for fragment in self._fragments:  # weights may have been loaded since the anchors were set

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.device.accelerator import host_memory, synchronize_current_stream
 from layerzero.dtensor.local_shard import LocalShard, plain
@@ -27,7 +28,7 @@ class _PendingSave(Protocol):
     def settle(self) -> None: ...
 
 
-class Staging:
+class Staging(StepObserver):
     """Host memory for the background saves of one model. Each save reuses the memory.
 
     Args:
@@ -90,8 +91,7 @@ def _padded_nbytes(tensor: Tensor) -> int:
 
 def staging_of(lz_state: LayerZeroState) -> Staging:
     """Return the staging memory of a model. It is created at first use."""
-
-    return lz_state.extension(Staging, lambda: Staging(lz_state.mesh_info))
+    return lz_state.attached_of(Staging) or lz_state.attach(Staging(lz_state.mesh_info))
 
 
 def finish_pending(lz_state: LayerZeroState) -> None:

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.collectives import LaunchedCollective, PendingCollective
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import launch_counts
 from layerzero.comm.traffic_counters import display_name
 from layerzero.device.accelerator import CurrentStream
@@ -181,7 +182,7 @@ class _Answer:
         return cls(**entry | {"late": None if late is None else (*late[:3], tuple(late[3]), late[4])})
 
 
-class Watchdog:
+class Watchdog(StepObserver):
     """Watchdog for late collectives of one model. Started by :func:`layerzero.watchdog` or by ``shard_model``.
 
     Attributes:
@@ -209,7 +210,7 @@ class Watchdog:
         self._in_flight: deque[Launch] = deque()  # in launch order
         self._last: Launch | None = None
         self._steps = 0
-        self._hooks: list[Any] = []  # handles of hooks on optimizers
+        self._counted: weakref.ref[Optimizer] | None = None  # optimizer whose steps are counted: the first that steps
         self._started = time.monotonic()
         self._ended = threading.Event()
         self._request_started: float | None = None  # start time of the pending request to the store
@@ -219,7 +220,7 @@ class Watchdog:
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._monitor_store)
         ]
-        self._counters.on_launch = self
+        self._counters.watchdog = self
         for thread in self._threads:
             thread.start()
         # The watchdog ends with the model. The watchdog's threads hold this object, so it must not hold the model.
@@ -234,25 +235,23 @@ class Watchdog:
             thread.join(_SILENT)  # a thread may wait for a store that does not answer
 
     def _stop(self) -> None:
-        self._counters.on_launch = None
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._counters.watchdog = None
+        self._counters.observers.remove(self)
         self._ended.set()
         self._in_flight.clear()
 
-    def count_steps_of(self, optimizer: Optimizer) -> None:
-        """Count the steps of `optimizer` as steps of the model."""
-        self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Count the steps of one of the model's optimizers as steps of the model."""
+        if self._counted is None or self._counted() is None:
+            self._counted = weakref.ref(optimizer)
+        self._steps += self._counted() is optimizer
 
-    def _count_step(self, *_: object) -> None:
-        self._steps += 1
-
-    def launched(self, works: PendingCollective) -> Launch:
-        """Record that a collective has been launched, and return the record.
+    def launched(self, works: PendingCollective) -> None:
+        """Record that a collective has been launched.
 
         This method is called for each collective, so it usually takes no lock and does not query the device.
         """
-        self._last = launch = Launch(works, self._steps, self._order)
+        self._last = launch = works.records[self] = Launch(works, self._steps, self._order)
         self._in_flight.append(launch)
         if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
@@ -264,7 +263,10 @@ class Watchdog:
                     self._in_flight.popleft()
             finally:
                 self._removal_lock.release()
-        return launch
+
+    def done(self, works: PendingCollective) -> None:
+        if (launch := works.records.get(self)) is not None:  # None: it was launched before this watchdog started
+            launch.record_wait_end()
 
     def _watch(self) -> None:
         try:

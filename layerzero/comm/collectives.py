@@ -57,7 +57,7 @@ from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
-from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, WatchedLaunch, display_name
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, display_name
 from layerzero.comm.waits import SLICE, WaitCycleError, WaitState, waiting
 from layerzero.device.accelerator import compute_device, device_module
 from layerzero.device.accumulate import accumulate_parts
@@ -258,8 +258,8 @@ class LaunchedCollective:
                 self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
-        if (watching := self.communicator.counters.on_launch) is not None:  # read once: another thread may reset it
-            works.watched.append(watching.launched(works))
+        for observer in self.communicator.counters.observers:
+            observer.launched(works)
         return works
 
     @property
@@ -295,6 +295,8 @@ class LaunchedCollective:
         ranks = dist.get_process_group_ranks(self.communicator.group)
         collective_error = diagnose(status, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
         counters.failure = str(collective_error)
+        for observer in counters.observers:
+            observer.failed(collective_error)
         return collective_error
 
 
@@ -312,8 +314,8 @@ class PendingCollective:
 
     each: tuple[Transfer, ...]
     launched: LaunchedCollective
-    # Launches recorded by a watchdog.
-    watched: list[WatchedLaunch] = field(default_factory=list, compare=False, repr=False)
+    # By observer: what it keeps with the collective until the end of the wait.
+    records: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def trace(self) -> CollectiveTrace | None:
@@ -380,8 +382,8 @@ class PendingCollective:
 
     def _record_wait_end(self) -> None:
         self.launched.communicator.held_group.in_flight.pop(id(self), None)
-        for watched in self.watched:
-            watched.record_wait_end()
+        for observer in self.launched.communicator.counters.observers:
+            observer.done(self)
 
 
 @dataclass

@@ -166,13 +166,14 @@ class TraceDispatcher:
     While neither a trace nor the profiler is active, the only overhead is reading two attributes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Any) -> None:
         self.recorder: TraceRecorder | None = None
+        self._observers = observers  # of the model; see `begun` and `ended` of StepObserver
         self._open: list[_OpenSpan] = []  # see [Note: Nesting of spans]
 
     @property
     def is_recording(self) -> bool:
-        return self.recorder is not None or profiler._is_profiler_enabled
+        return self.recorder is not None or profiler._is_profiler_enabled or self._observers.hear_parts
 
     def trace_collective(
         self, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
@@ -189,6 +190,8 @@ class TraceDispatcher:
         profiled.__enter__()
         self._open.append(_OpenSpan(phase, name, key, torch._C._current_graph_task_id(), profiled))
         self._append_instant("begin", phase, name)
+        for observer in self._observers:
+            observer.begun(phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
         """End the spans of other units when the current backward pass reaches the call `key`.
@@ -246,6 +249,8 @@ class TraceDispatcher:
         span = self._open.pop()
         span.range.__exit__(None, None, None)
         self._append_instant("end", span.phase, span.name)
+        for observer in self._observers:
+            observer.ended(span.phase, span.name)
         return span.key
 
     def _append_instant(self, kind: str, phase: str, name: str) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
-
-from torch.optim import Optimizer
 
 from layerzero.comm.trace_recorder import TraceDispatcher
 
 __all__ = [
     "GATHERS",
     "Collective",
+    "Observers",
     "TrafficCounters",
     "WatchdogInterface",
-    "WatchedLaunch",
     "display_name",
     "gather_name",
 ]
@@ -69,24 +69,38 @@ def display_name(collective: Collective, name: str) -> str:
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 
 
-class WatchedLaunch(Protocol):
-    """Launch that a watchdog has recorded."""
-
-    def record_wait_end(self) -> None:
-        """Record that the wait for the collective has returned or failed."""
-
-
 class WatchdogInterface(Protocol):
-    """Interface through which the code that launches collectives reports to a watchdog."""
-
-    def launched(self, works: Any) -> WatchedLaunch:
-        """Record that the pending collective `works` has been launched."""
+    """Interface through which the monitor of waits asks a watchdog."""
 
     def late_on_device(self, seconds: float) -> Any:
         """Return the oldest collective on a device if it has been pending for `seconds`, otherwise None."""
 
-    def count_steps_of(self, optimizer: Optimizer) -> None:
-        """Register `optimizer`, so that its steps count as steps of the model."""
+
+class Observers:
+    """Observers of one model (:class:`~layerzero.comm.observers.StepObserver`), in the order of their attachment.
+
+    This object refers to them weakly, because most of them refer to parts of the model, which refer to this object.
+    """
+
+    def __init__(self) -> None:
+        # Replaced and never changed, because other threads may iterate over it.
+        self._observers: tuple[weakref.ref[Any], ...] = ()
+        self.hear_parts = False  # True if any of them is told of the parts of a step
+
+    def __iter__(self) -> Iterator[Any]:
+        for reference in self._observers:
+            if (observer := reference()) is not None:
+                yield observer
+
+    def add(self, observer: Any) -> None:
+        self._set((*self, observer))
+
+    def remove(self, observer: Any) -> None:
+        self._set(each for each in self if each is not observer)
+
+    def _set(self, observers: Iterable[Any]) -> None:
+        self._observers = tuple(weakref.ref(each) for each in observers)
+        self.hear_parts = any(each.hears_parts for each in self)
 
 
 _SHOWN = 6  # number of gathers before a failure that the error message names
@@ -123,11 +137,15 @@ class TrafficCounters:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: Counter[str] = field(default_factory=Counter)
-    observer: TraceDispatcher = field(default_factory=TraceDispatcher)
+    observers: Observers = field(default_factory=Observers)
+    observer: TraceDispatcher = field(init=False)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
     failure: str = ""  # message of the first collective that failed
-    on_launch: WatchdogInterface | None = None  # watchdog that records each launch and the end of each wait
+    watchdog: WatchdogInterface | None = None  # also one of the observers
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
+
+    def __post_init__(self) -> None:
+        self.observer = TraceDispatcher(self.observers)
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
         with self._lock:

@@ -341,7 +341,7 @@ class WaitMonitor:
 
     def _late_on_device(self) -> list[Wait]:
         models = [counters for ref in self._counters if (counters := ref()) is not None]
-        watchdogs = [watchdog for model in models if (watchdog := model.on_launch) is not None]
+        watchdogs = [watchdog for model in models if (watchdog := model.watchdog) is not None]
         return [late for watchdog in watchdogs if (late := watchdog.late_on_device(_ASK_AFTER)) is not None]
 
     # Questions

@@ -79,6 +79,7 @@ class GradientReducer:
         self._order: list[Handle] = []  # handles in the order of the queue
         self._rebuild_queue()
         self.settings = HyperparameterCheck(model_ranks)
+        model_ranks.mesh_info.counters.observers.add(self.settings)
         self._last_usage: PendingUsage | None = None  # the latest exchange of usage bytes
         self._pending_usage: PendingUsage | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet

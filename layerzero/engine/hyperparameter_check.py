@@ -17,7 +17,7 @@ import hashlib
 import json
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from layerzero.comm.agreement import format_values
 from layerzero.comm.model_ranks import LateMaximum, ModelRanks
+from layerzero.comm.observers import StepObserver
 
 __all__ = ["DIGEST_BYTES", "HyperparameterCheck"]
 
@@ -32,13 +33,13 @@ DIGEST_BYTES = 16  # one half for the digest, one half for its complement
 Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group
 
 
-class HyperparameterCheck:
+class HyperparameterCheck(StepObserver):
     """Comparison of optimizer settings between all ranks; see [Note: Digest of optimizer settings]."""
 
     def __init__(self, model_ranks: ModelRanks) -> None:
         self._model_ranks = model_ranks
         # Optimizers that have stepped since the last digest. If none has stepped yet, those in the last digest.
-        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []
+        self._stepped: list[weakref.ref[Any]] = []
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._last_digest = b""  # digest of `_last`
@@ -49,19 +50,14 @@ class HyperparameterCheck:
         self._sent: deque[tuple[list[Settings], int]] = deque(maxlen=max(1, axes))
         self._difference = ""  # message of the error that the next step raises
 
-    def note_step(self, settings: Callable[[], Settings]) -> None:
-        """Record that an optimizer is stepping.
-
-        Args:
-            settings: bound method of the optimizer that returns the settings of the optimizer's parameter groups.
-        """
+    def after_update(self, optimizer: Any) -> None:
+        """Record that an optimizer has stepped. Its method `comparable_settings` returns :data:`Settings`."""
         if self._is_told:
             self._stepped.clear()
             self._is_told = False
         self._steps += 1
-        method = weakref.WeakMethod(settings)
-        if method not in self._stepped:
-            self._stepped.append(method)
+        if not any(stepped() is optimizer for stepped in self._stepped):
+            self._stepped.append(weakref.ref(optimizer))
 
     def digests(self) -> list[Tensor]:
         """Return the messages to send next, one for each axis, uint8 [DIGEST_BYTES] each."""
@@ -90,18 +86,18 @@ class HyperparameterCheck:
         Return zeros if no optimizer has stepped, or if an optimizer that has stepped was garbage collected.
         """
         self._is_told = True
-        methods = [method() for method in self._stepped]
-        if not methods or None in methods:
+        optimizers = [stepped() for stepped in self._stepped]
+        if not optimizers or any(optimizer is None for optimizer in optimizers):
             self._last = []
             return bytes(DIGEST_BYTES)
-        last = [method() for method in methods if method is not None]
+        last = [optimizer.comparable_settings() for optimizer in optimizers if optimizer is not None]
         if last != self._last:
             self._last, self._last_digest = last, hashlib.blake2b(json.dumps(last).encode()).digest()
         text = self._last_digest + self._steps.to_bytes(8, "big")
         digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES // 2).digest()
         return digest + bytes(255 - byte for byte in digest)
 
-    def require_equal(self) -> None:
+    def gradients_final(self, optimizer: Any) -> None:
         """Raise RuntimeError on all ranks if the settings in a digest differed. The ranks do not communicate."""
         if difference := self._difference:
             self._difference = ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.observers import StepObserver
 from layerzero.comm.transport.base import Transport
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_reducer import GradientReducer
@@ -25,14 +26,7 @@ from layerzero.engine.weight_refresh import WeightRefresher
 __all__ = ["LayerZeroState"]
 
 
-class ModelExtension(Protocol):
-    """Protocol for objects that other subpackages attach to a model."""
-
-    def close(self) -> None:
-        """Finish the object's work and release its resources."""
-
-
-_T = TypeVar("_T", bound=ModelExtension)
+_T = TypeVar("_T", bound=StepObserver)
 
 
 class LayerZeroState(Closable):
@@ -61,10 +55,9 @@ class LayerZeroState(Closable):
         self.mesh_info = mesh_info = model_ranks.mesh_info
         self.pools = pools
         self.observer = mesh_info.counters.observer
-        self._extensions: dict[type[ModelExtension], Any] = {}  # by class; see extension()
-        # Bytes that objects of other subpackages keep on this rank, by kind of memory; see layerzero.memory.
-        self.kept_bytes: dict[str, Callable[[], int]] = {}
-        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs, etc.
+        self.observers = mesh_info.counters.observers  # includes objects that are not attached, such as update rules
+        self.attached: list[StepObserver] = []  # closed with the model, the last one first
+        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end threads of the engine
         members_by_id = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := members_by_id.get(id(parameter)))}
@@ -93,15 +86,22 @@ class LayerZeroState(Closable):
             )
         return model
 
-    def extension(self, kind: type[_T], make: Callable[[], _T]) -> _T:
-        """Return this model's object of class `kind`, which belongs to another subpackage.
+    def attach(self, observer: _T) -> _T:
+        """Attach `observer` until it is detached or the model is closed, which closes it. Return it."""
+        observer.attached_to = weakref.ref(self)
+        self.attached.append(observer)
+        self.observers.add(observer)
+        return observer
 
-        The first call creates the object with `make`. When the model is closed, the object is closed and released.
-        """
-        if kind not in self._extensions:
-            self._extensions[kind] = make()
-        found: _T = self._extensions[kind]
-        return found
+    def detach(self, observer: StepObserver) -> None:
+        """Detach `observer`, if it is attached. It is not closed."""
+        observer.attached_to = None
+        self.attached = [each for each in self.attached if each is not observer]
+        self.observers.remove(observer)
+
+    def attached_of(self, kind: type[_T]) -> _T | None:
+        """Return the attached object of class `kind`, or None."""
+        return next((each for each in self.attached if isinstance(each, kind)), None)
 
     def close(self) -> None:
         """Finish background work and release all of the model's resources except its parameters.
@@ -111,8 +111,10 @@ class LayerZeroState(Closable):
         """
         try:
             self.scheduler.recover_interrupted_pass()
-            for extension in self._extensions.values():
-                extension.close()
+            while self.attached:
+                observer = self.attached[-1]
+                self.detach(observer)
+                observer.close()
             while self.on_close:
                 self.on_close.pop()()
             self.observer.end_all()
@@ -122,8 +124,6 @@ class LayerZeroState(Closable):
                 handle.close()
             for transport in self.transports:
                 transport.close()
-            for optimizer in self.optimizers:
-                optimizer.on_layout_change()  # type: ignore[attr-defined]
             self.mesh_info.groups.release()
             self.scheduler.close()
             super().close()

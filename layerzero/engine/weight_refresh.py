@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.traffic_counters import Observers
 from layerzero.comm.transport.base import Transport
 from layerzero.engine.handle import Handle
 from layerzero.engine.passes import GatheredUse
@@ -66,7 +67,7 @@ class WeightRefresher:
         handles = self._handles if handles is None else handles
         if handles:
             self.require_no_active_use("changing weights")
-        RefreshRound(handles, self._transports, waits=not self._precedes_forward, outside_step=outside_step).end()
+        self._new_round(handles, outside_step=outside_step).end()
 
     def record_pass(self) -> None:
         """Record that this rank begins a forward pass."""
@@ -114,8 +115,7 @@ class WeightRefresher:
                 handle.tracker.prepare_write()
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
         later, done = self.deferred or self._steps < self._expected_steps, False
-        waits = not self._precedes_forward
-        refresh = None if later else RefreshRound(updated, self._transports, waits=waits, outside_step=False)
+        refresh = None if later else self._new_round(updated, outside_step=False)
         try:
             yield refresh
             done = True
@@ -130,6 +130,10 @@ class WeightRefresher:
             else:
                 for handle in updated:
                     handle.bump_version()
+
+    def _new_round(self, handles: Sequence[Handle], *, outside_step: bool) -> RefreshRound:
+        waits, observers = not self._precedes_forward, self._model_ranks.mesh_info.counters.observers
+        return RefreshRound(handles, self._transports, observers, waits=waits, outside_step=outside_step)
 
     def launch_deferred(self) -> None:
         """Launch the refreshes that steps have deferred."""
@@ -183,6 +187,7 @@ class RefreshRound:
     Args:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
+        observers: observers of the model.
         waits: True if the round must wait for peers that may still read the weights.
         outside_step: as in :meth:`WeightRefresher.launch`.
 
@@ -191,11 +196,18 @@ class RefreshRound:
     """
 
     def __init__(
-        self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool, outside_step: bool
+        self,
+        handles: Sequence[Handle],
+        transports: Sequence[Transport],
+        observers: Observers,
+        *,
+        waits: bool,
+        outside_step: bool,
     ) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._transports = transports if handles else ()
+        self._observers = observers
         self._waits = waits
         self._outside_step = outside_step
 
@@ -215,3 +227,5 @@ class RefreshRound:
         self.launch(self._handles)
         for transport in self._transports:
             transport.end_write()
+        for observer in self._observers if self._handles else ():
+            observer.refreshed([handle.name for handle in self._handles])

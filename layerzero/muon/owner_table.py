@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import connect_pairs
 from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import group_count_fields
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
@@ -39,8 +40,8 @@ __all__ = ["ModelOwners", "OwnerTable", "owners_of", "step_param_by_param"]
 _Key = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
 
 
-@dataclass
-class ModelOwners:
+@dataclass(eq=False)
+class ModelOwners(StepObserver):
     """Owners of a model's parameters. A parameter has an owner if any optimizer of the model needs it in full.
 
     Attributes:
@@ -51,13 +52,10 @@ class ModelOwners:
     owners: dict[str, ParamOwner] = field(default_factory=dict)
     groups: dict[_Key, OwnerGroup] = field(default_factory=dict)
 
-    def close(self) -> None:
-        """Do nothing, because owners have no background work."""
-
 
 def owners_of(lz_state: LayerZeroState) -> ModelOwners:
     """Return the owners of a model's parameters."""
-    return lz_state.extension(ModelOwners, ModelOwners)
+    return lz_state.attached_of(ModelOwners) or lz_state.attach(ModelOwners())
 
 
 class OwnerTable(UpdateRule):
@@ -87,6 +85,7 @@ class OwnerTable(UpdateRule):
         self._assign_owners(
             [member for p in candidates if (member := lz_state.parameters.managed_param(p)) is not None]
         )
+        lz_state.observers.add(self)
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[ManagedParam]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
@@ -111,7 +110,7 @@ class OwnerTable(UpdateRule):
             _reassign_owners(self._lz_state, members, self._inner)
         self._examined |= {member.name for member in members}
 
-    def on_layout_change(self) -> None:
+    def layout_changed(self) -> None:
         """Update owners and owner groups after the layout has changed."""
         owners, owner_groups = self._model_owners.owners, self._model_owners.groups
         for key, param in self.owned.items():
@@ -208,8 +207,8 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     table.owners = owners
     scratch = _scratch_buffers(lz_state)
     lz_state.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
-    for other_optimizer in lz_state.optimizers:
-        other_optimizer.on_layout_change()  # type: ignore[attr-defined]
+    for observer in lz_state.observers:
+        observer.layout_changed()
 
 
 def _plan_layouts(

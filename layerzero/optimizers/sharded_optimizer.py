@@ -143,8 +143,6 @@ class ShardedOptimizer(OptimizerProxy):
     """
 
     load_error: str | None = None  # error that the next step raises; set while a load is incomplete
-    before_update: Callable[[], None] | None = None  # called when all gradients are final
-    guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
 
     def __init__(self, inner: Optimizer, lz_state: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
@@ -188,9 +186,6 @@ class ShardedOptimizer(OptimizerProxy):
                         inner.state[master] = values
         for find in (self._find_master, self._find_sharded):  # tables may refer to parameters from before shard_model
             self._replace_references(find)
-        watching = lz_state.mesh_info.counters.on_launch
-        if watching is not None and not lz_state.optimizers:  # if there are several optimizers, count steps once
-            watching.count_steps_of(self)
         lz_state.optimizers.add(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -244,11 +239,11 @@ class ShardedOptimizer(OptimizerProxy):
         self._lz_state.refreshes.require_no_active_use("optimizer.step()")
         self._lz_state.scheduler.complete_gradients(without_backward=without_backward)
         self._completed_backwards = self._lz_state.gradients.backwards
-        self._lz_state.gradients.settings.require_equal()
+        observers = list(self._lz_state.observers)
+        for observer in observers:
+            observer.gradients_final(self)
         self._lz_state.scheduler.no_sync_hint.note_step()
-        if self.before_update is not None:
-            self.before_update()
-        if self.guard is not None and not self.guard(self):
+        if not all(observer.before_update(self) for observer in observers):
             return loss
         self.state.forget_owners()
         with self._lz_state.refreshes.step() as refresh, self._use_masters_in_groups():
@@ -261,7 +256,8 @@ class ShardedOptimizer(OptimizerProxy):
         self._lz_state.gradients.record_step(list(self._member_at.values()))
         self._lz_state.gradients.record_use()
         self._counted.count_step()
-        self._lz_state.gradients.settings.note_step(self._settings)
+        for observer in observers:
+            observer.after_update(self)
         return loss
 
     def _forget_new_state(self) -> None:
@@ -287,7 +283,7 @@ class ShardedOptimizer(OptimizerProxy):
     def _example_state(self, group: Mapping[str, Any], ndim: int, device: torch.device) -> dict[str, Any]:
         return state_after_a_step(self.inner, {**group, "params": []}, device, example_shape(ndim))[0]
 
-    def _settings(self) -> list[list[tuple[str, Any]]]:
+    def comparable_settings(self) -> list[list[tuple[str, Any]]]:
         """Return the optimizer's class, and the hyperparameters of each group that must be the same on all ranks."""
         names = sorted(set(self.defaults) - set(IMPLEMENTATION_SETTINGS))
         return [
@@ -425,10 +421,6 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self._masters.append(masters)
         self._shown.append(list(listed))
-
-    def on_layout_change(self) -> None:
-        """Update the references to owners after the layout has changed."""
-        self._update_rule.on_layout_change()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
         if member is None and not self._lz_state.parameters.is_ignored(parameter):

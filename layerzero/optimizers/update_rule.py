@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.comm.observers import StepObserver
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.managed_param import ManagedParam
 
@@ -42,7 +43,7 @@ class FullParam(ABC):
         """Return the sharding of a state tensor of global shape `shape` whose rows are all on the owner."""
 
 
-class UpdateRule:
+class UpdateRule(StepObserver):
     """Rule of element-wise optimizers: each rank updates its rows. A derived class lets owners update full parameters.
 
     Attributes:
@@ -54,9 +55,6 @@ class UpdateRule:
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[ManagedParam]) -> None:
         """Prepare the updates of a new parameter group with the sharded parameters `members`. All ranks must call."""
-
-    def on_layout_change(self) -> None:
-        """Update all references to layouts and owners after rows have moved."""
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. `take_step` steps the wrapped optimizer on masters."""

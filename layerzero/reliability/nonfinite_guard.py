@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from layerzero.comm.collectives import all_reduce_group
+from layerzero.comm.observers import StepObserver
 from layerzero.dtensor.lazy_grad import plain_access
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
@@ -82,15 +84,18 @@ def guard_steps(
     lz_state = get_state(model)
     if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model. Create a guard for each model")
-    if any(optimizer.guard is not None for optimizer in optimizers):
+    guarded = [optimizer for each in lz_state.attached if isinstance(each, StepGuard) for optimizer in each.optimizers]
+    if any(optimizer is other for optimizer in optimizers for other in guarded):
         raise ValueError("an optimizer already has a guard. Call close() of that guard first")
-    return StepGuard(lz_state, optimizers, 1 if nonfinite == "raise" else skips + 1, locate, tuple(extra_groups))
+    max_refusals = 1 if nonfinite == "raise" else skips + 1
+    return lz_state.attach(StepGuard(lz_state, optimizers, max_refusals, locate, tuple(extra_groups)))
 
 
-class StepGuard:
+class StepGuard(StepObserver):
     """Guard against non-finite gradients. Created by :func:`guard_steps`.
 
     Attributes:
+        optimizers: the guarded optimizers.
         skipped: number of skipped steps. A step that several optimizers skip together counts once.
         in_a_row: number of steps skipped since the last update by the first optimizer.
         found: description of the most recent non-finite gradients; empty if all gradients were finite.
@@ -107,24 +112,21 @@ class StepGuard:
         self.skipped = 0
         self.in_a_row = 0
         self.found = ""
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._max_refusals = max_refusals  # number of consecutive refused steps at which an error is raised
         self._model_ranks = lz_state.ranks
         # Optimizers checked in this round; each steps once per forward pass.
-        self._checked_optimizers: list[ShardedOptimizer] = []
+        self._checked_optimizers: list[Optimizer] = []
         self._refusing = False  # an optimizer has skipped its step in this round
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(lz_state.handles) if locate else None
         self._members = tuple(lz_state.members.values())
         self._lazy_grad = lz_state.gradients.lazy_grad
         self._hook = lz_state.model.register_forward_pre_hook(self._begin_round)
-        for optimizer in optimizers:
-            optimizer.guard = self.may_step
 
     def close(self) -> None:
         """Remove the guard. Later steps are not checked."""
-        for optimizer in self._optimizers:
-            optimizer.guard = None
+        self.detach()
         self._hook.remove()
         if self._own is not None:
             self._own.stop()
@@ -144,12 +146,14 @@ class StepGuard:
                     self._own.clear_record()
 
     @torch.no_grad()
-    def may_step(self, optimizer: ShardedOptimizer) -> bool:
+    def before_update(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer may step, because all gradients on all ranks are finite.
 
         After one optimizer has skipped its step, the other optimizers skip theirs until the next forward pass, without
         another check. All ranks must call this method.
         """
+        if not any(optimizer is guarded for guarded in self.optimizers):
+            return True
         if not self._checked_optimizers or any(optimizer is other for other in self._checked_optimizers):
             self._checked_optimizers, self._refusing = [], False
         self._checked_optimizers.append(optimizer)
@@ -160,10 +164,10 @@ class StepGuard:
         self._model_ranks.all_reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             all_reduce_group(bad, dist.ReduceOp.MAX, group)
-        is_first = optimizer is self._optimizers[0]
+        is_first = optimizer is self.optimizers[0]
         if not bad.item():
             self.in_a_row = 0 if is_first else self.in_a_row
-            if self._own is not None and optimizer is self._optimizers[-1]:
+            if self._own is not None and optimizer is self.optimizers[-1]:
                 self._own.clear_record()
             return True
         self._refusing = True
@@ -174,7 +178,7 @@ class StepGuard:
         """Return this rank's rows of the final gradients of all guarded optimizers, keyed by parameter name."""
         return {
             name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for group in optimizer.param_groups
             for name, parameter in zip(optimizer.parameter_names(group), group["params"], strict=True)
             if parameter.grad is not None

@@ -44,7 +44,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     if not limit > 0:
         raise ValueError(f"limit must be positive, got {limit!r}")
     lz_state = get_state(model)
-    previous = lz_state.mesh_info.counters.on_launch
+    previous = lz_state.mesh_info.counters.watchdog
     replaced = previous if isinstance(previous, Watchdog) and previous.is_default else None
     failure = None
     if previous is not None and replaced is None:
@@ -54,8 +54,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     require_equal("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
     if replaced is not None:
         replaced.close()
+        lz_state.detach(replaced)
     started = Watchdog(lz_state.mesh_info, scope, limit, owner=lz_state)
-    lz_state.on_close.append(started.close)
-    for optimizer in list(lz_state.optimizers)[:1]:  # steps of the first optimizer are counted
-        started.count_steps_of(optimizer)
+    lz_state.attach(started)
     return started

@@ -269,8 +269,9 @@ def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
     measured["host_optimizer" if lz_state.config.offload_optimizer else "optimizer"] = sum(
         _storage_bytes(tensor) for tensor in tensors
     )
-    for kind, kept in lz_state.kept_bytes.items():
-        measured[kind] += kept()
+    for observer in lz_state.attached:
+        for kind, kept in observer.kept_bytes().items():
+            measured[kind] += kept
     return dict(measured)
 
 

@@ -420,7 +420,7 @@ def _start_watchdog(lz_state: LayerZeroState) -> None:
     groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
     watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=lz_state, is_default=True)
-    lz_state.on_close.append(watchdog.close)
+    lz_state.attach(watchdog)
 
 
 def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:

@@ -38,7 +38,7 @@ def _on_device() -> nn.Module:
 
 
 def _default_of(model: nn.Module) -> Watchdog:
-    watchdog = get_state(model).mesh_info.counters.on_launch
+    watchdog = get_state(model).mesh_info.counters.watchdog
     assert isinstance(watchdog, Watchdog) and watchdog.is_default
     return watchdog
 
@@ -134,14 +134,14 @@ def _lives(rank: int) -> None:
         assert first._steps == 2, "of an optimizer that is newer than the watchdog"
 
         second = layerzero.watchdog(model, 30.0)
-        assert get_state(model).mesh_info.counters.on_launch is second and not second.is_default
+        assert get_state(model).mesh_info.counters.watchdog is second and not second.is_default
         assert not any(thread.is_alive() for thread in first._threads)
         _step(model, optimizer, rank)
         assert (first._steps, second._steps) == (2, 1)
         with pytest.raises(RuntimeError, match="already has a watchdog"):
             layerzero.watchdog(model)
         second.close()
-        assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
+        assert get_state(model).mesh_info.counters.watchdog is None and _threads() == 0
         _step(model, optimizer, rank)
 
         model = _on_device()
@@ -176,7 +176,7 @@ def test_it_ends_with_the_process_group() -> None:
 
 def _on_the_cpu(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS)
-    assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
+    assert get_state(model).mesh_info.counters.watchdog is None and _threads() == 0
 
 
 def test_there_is_none_on_the_cpu() -> None:
@@ -206,7 +206,7 @@ def _in_time(rank: int) -> None:
             assert not query.called, "a graph may be captured meanwhile"
         assert watchdog._threads[0].is_alive() and not watchdog.reports
 
-        launches = [watched for each in works for watched in each.watched]
+        launches = [launch for each in works for launch in each.records.values()]
         assert any(each.collective is Collective.GATHER for each in launches)
         works.clear()
         gc.collect()

@@ -47,7 +47,7 @@ def _sleeps(rank: int, victim: int) -> str:
     said = _reported(dog)  # a rank may continue before its own watchdog reports
     dist.barrier()
     dog.close()
-    assert get_state(model).mesh_info.counters.on_launch is None
+    assert get_state(model).mesh_info.counters.watchdog is None
     return said
 
 
@@ -163,7 +163,7 @@ def _in_time(rank: int) -> None:
     assert not any(thread.name == "layerzero watchdog" for thread in threading.enumerate())
     with pytest.raises(ValueError, match="limit must be positive"):
         layerzero.watchdog(model, 0)
-    assert not torch.is_grad_enabled() or get_state(model).mesh_info.counters.on_launch is None
+    assert not torch.is_grad_enabled() or get_state(model).mesh_info.counters.watchdog is None
 
 
 @pytest.mark.sample(1)

@@ -148,7 +148,7 @@ def test_a_rank_whose_optimizer_is_gone_says_nothing(digests: list[bytes]) -> No
     for _ in range(3):
         check.digests()
         check.receive([torch.tensor([list(each) for each in digests], dtype=torch.uint8)] * 2)
-        check.require_equal()
+        check.gradients_final(None)
 
 
 def test_what_comes_along_the_first_axis_is_sent_along_the_second_one_in_the_next_step() -> None:
@@ -226,7 +226,7 @@ class _Stepped:
     def __init__(self, lr: float) -> None:
         self.lr = lr
 
-    def settings(self) -> list[list[tuple[str, Any]]]:
+    def comparable_settings(self) -> list[list[tuple[str, Any]]]:
         return [[("lr", self.lr)]]
 
 
@@ -239,17 +239,17 @@ def test_a_digest_is_of_the_optimizers_that_have_stepped_since_the_last_one() ->
     nothing, one, other = digest(), _Stepped(0.5), _Stepped(0.25)
     assert not any(nothing)
     for optimizer in (one, other, one):
-        check.note_step(optimizer.settings)
+        check.after_update(optimizer)
     both = digest()
     assert any(both) and digest() == both, "backwards without a step say the same"
-    check.note_step(one.settings)
+    check.after_update(one)
     alone = digest()
     assert any(alone) and alone != both
     one.lr = 0.125
     assert digest() not in (alone, both, nothing)
-    check.note_step(one.settings)
-    check.note_step(other.settings)
+    check.after_update(one)
+    check.after_update(other)
     del one, optimizer
     assert digest() == nothing, "ranks collect an optimizer at different times"
-    check.note_step(other.settings)
+    check.after_update(other)
     assert any(digest()), "the next step is compared again"

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import layerzero
+from layerzero.comm.collectives import PendingCollective
+from layerzero.comm.observers import StepObserver
 from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.hooks import get_state
 from layerzero.engine.scheduler import Scheduler
@@ -48,7 +50,7 @@ class Grid(NamedTuple):
     expert_size: int  # S of the experts
 
 
-class _Launches:
+class _Launches(StepObserver):
     """Observer that records the launches of one rank, in order."""
 
     def __init__(self, mesh_infos: Sequence[Any]) -> None:
@@ -59,15 +61,11 @@ class _Launches:
             for comm in (mesh.zero3_gather_comm, mesh.zero3_reduce_comm, mesh.replica_comm, *mesh._among.values())
         }
 
-    def launched(self, works: Any) -> _Launches:
+    def launched(self, works: PendingCollective) -> None:
         comm = works.launched.communicator
         if comm.axis != "control":  # on gloo, from threads, and never inside a pass
             ranks = tuple(dist.get_process_group_ranks(comm.group))
             self.log.append((self._meshes[id(comm)], ranks, f"{works.launched.collective.value} {works.launched.name}"))
-        return self
-
-    def record_wait_end(self) -> None:
-        pass
 
 
 @contextmanager
@@ -112,8 +110,7 @@ def _launches_of(
         model = layerzero.shard_model(net, mesh=expert_mesh_of(root, own), units=expert_units(kind), **settings)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         state = get_state(model)
-        launches = _Launches([*dict.fromkeys(unit.mesh_info for unit in state.units)])
-        launches.log, state.mesh_info.counters.on_launch = log, launches
+        state.attach(_Launches([*dict.fromkeys(unit.mesh_info for unit in state.units)])).log = log
 
         def compare(check: GatherOrderCheck, unit: int) -> None:
             log.append(("order of gathers", check._ranks, check._names[unit]))
