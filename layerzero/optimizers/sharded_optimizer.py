@@ -32,8 +32,6 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
-from layerzero.muon.owner_step import OwnedParam
-from layerzero.muon.owner_table import OwnerTable
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
 from layerzero.optimizers.compatibility import (
     is_elementwise_by_name,
