@@ -17,15 +17,11 @@ from layerzero.doctor.host_checks import check_host
 from layerzero.doctor.link_checks import Job, first_line
 from layerzero.doctor.package_checks import check_packages
 from layerzero.doctor.rank_checks import RankReport
-from layerzero.doctor.script_checks import check_script
 
 __all__ = ["add_doctor"]
 
 
 def _doctor(
-    script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT", help="Training script, which is read but not run.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1.0)] = 60.0,
 ) -> None:
@@ -34,9 +30,7 @@ def _doctor(
     Exit status: 0 if there is no problem, 1 if there is a problem, 2 for usage errors.
     """
     package = Path(layerzero.__file__).parent
-    folder = (script.parent if script else Path()).resolve()
-    findings = [*check_host(), *check_packages(layerzero.__version__, package, folder)]
-    findings += check_script(script) if script else []
+    findings = [*check_host(), *check_packages(layerzero.__version__, package)]
 
     def show(found: list[Finding]) -> None:
         if found and not as_json:

@@ -1,1 +1,1 @@
-"""Checks of ``layerzero doctor``: host, environment, packages, script, ranks and links. A check returns findings."""
+"""Checks of ``layerzero doctor``: host, environment, packages, ranks and links. A check returns findings."""

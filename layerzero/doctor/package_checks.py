@@ -1,4 +1,4 @@
-"""Check the installed packages: versions, packages of other projects with the same names, and hidden modules."""
+"""Check the installed packages: versions and packages of other projects with the same names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from layerzero.doctor.findings import Finding, Level
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "check_imports",
     "check_layerzero",
     "check_packages",
-    "check_shadowed_imports",
     "installed_versions",
 ]
 
@@ -33,19 +30,17 @@ _IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small pac
 _INTEGRATIONS = {"accelerate", "lightning", "lora", "megatron", "ray", "torchtitan", "transformers"}
 
 
-def check_packages(version: str, package: Path, folder: Path, path: Sequence[str] = sys.path) -> list[Finding]:
+def check_packages(version: str, package: Path, path: Sequence[str] = sys.path) -> list[Finding]:
     """Run all checks of this module.
 
     Args:
         version: version of the running layerzero.
         package: folder of the running layerzero.
-        folder: folder of the user's program, which Python searches for modules first.
         path: import path.
     """
     installed = list(distributions(path=list(path)))
     return [
         *check_layerzero(version, package, installed),
-        *check_shadowed_imports(folder, package),
         *check_apex(path),
         *check_extras(installed),
         *check_imports(_IMPORTED),
@@ -95,17 +90,6 @@ def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) 
         else:
             text = f"{name} is another project; its module is {', '.join(sorted(modules)) or 'unknown'}"
             findings.append(Finding(_GROUP, "note", text, "If you do not use it, run pip uninstall layerzero"))
-    return findings
-
-
-def check_shadowed_imports(folder: Path, package: Path) -> list[Finding]:
-    """Check that no file in the folder of a program hides layerzero or torch."""
-    findings = []
-    for name, own_folder in (("layerzero", package), ("torch", Path(torch.__file__).parent)):
-        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if file.is_file() and file.parent.resolve() != own_folder.resolve():
-                text = f"programs in {folder} import {file} instead of {name}"
-                findings.append(Finding(_GROUP, "problem", text, "Rename the file or folder"))
     return findings
 
 

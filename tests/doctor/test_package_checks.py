@@ -15,7 +15,6 @@ from layerzero.doctor.package_checks import (
     check_imports,
     check_layerzero,
     check_packages,
-    check_shadowed_imports,
     installed_versions,
 )
 
@@ -86,18 +85,6 @@ def test_a_strangers_distribution_with_another_module_is_noted(tmp_path: Path) -
     assert theirs.level == "note" and "its module is LayerZero" in theirs.text
 
 
-def test_a_file_that_hides_a_package_is_a_problem(tmp_path: Path) -> None:
-    assert check_shadowed_imports(tmp_path, PACKAGE) == []
-    assert check_shadowed_imports(PACKAGE.parent, PACKAGE) == [], "the package itself"
-    (tmp_path / "layerzero").mkdir()
-    assert check_shadowed_imports(tmp_path, PACKAGE) == [], "without __init__.py, an installed package comes first"
-    (tmp_path / "layerzero" / "__init__.py").touch()
-    (tmp_path / "torch.py").touch()
-    first, second = check_shadowed_imports(tmp_path, PACKAGE)
-    assert first.level == second.level == "problem"
-    assert "layerzero/__init__.py instead of layerzero" in first.text and "torch.py instead of torch" in second.text
-
-
 def test_apex_of_the_index_is_told_from_that_of_nvidia(tmp_path: Path) -> None:
     for name, module in (("stranger", "lib"), ("nvidia", "optimizers"), ("data", "")):
         (tmp_path / name / "apex" / module).mkdir(parents=True)
@@ -164,7 +151,7 @@ def test_a_package_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypa
     assert found.level == "problem" and "ImportError: undefined symbol: x" in found.text
 
 
-def test_this_environment_can_be_checked(tmp_path: Path) -> None:
-    found = check_packages(layerzero.__version__, PACKAGE, tmp_path)
+def test_this_environment_can_be_checked() -> None:
+    found = check_packages(layerzero.__version__, PACKAGE)
     assert {each.group for each in found} == {"packages"}
     assert f"layerzero {layerzero.__version__}" in found[0].text

@@ -15,16 +15,6 @@ from tests.support.pages import ROOT, read_page
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import torch.distributed as dist
-import layerzero
-
-rank = dist.get_rank()
-model = layerzero.shard_model(build())
-
-if rank == 0:
-    state = layerzero.full_state_dict(model)
-"""
 PROMPT = "$ torchrun "
 
 
@@ -40,7 +30,6 @@ def test_the_output_on_the_page_is_that_of_the_command(tmp_path: Path) -> None:
     ]
     command, *expected = [line for line in shown.splitlines() if line not in {"", "..."}]
     options, _, program = command.removeprefix(PROMPT).partition("-m ")
-    (tmp_path / "train.py").write_text(SCRIPT)
     one_differs = 'if [ "$RANK" = 1 ]; then export NCCL_ALGO=Ring; fi; exec "$@"'
     ranks = ["sh", "-c", one_differs, "-", sys.executable, "-m", *shlex.split(program)]
     ran = subprocess.run(
