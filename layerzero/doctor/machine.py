@@ -1,0 +1,309 @@
+"""Check one machine: versions, devices, launcher, environment variables, limits and packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import layerzero
+from layerzero.doctor.findings import Finding, Level
+
+__all__ = ["check_machine"]
+
+# Oldest supported and newest tested version, as in pyproject.toml and CONTRIBUTING.md.
+TESTED_PYTHON = ((3, 11), (3, 13))
+TESTED_TORCH = ((2, 11), (2, 14))
+_VERSIONS, _DEVICES, _LAUNCH = "Python and torch", "devices", "launch"
+_VARIABLES, _MEMORY, _PACKAGES = "environment variables", "memory and limits", "packages"
+_SHM, _ADAPTERS = Path("/dev/shm"), Path("/sys/class/infiniband")
+_SMALL_SHM = 1_000_000_000  # NVIDIA's guide starts containers with --shm-size=1g
+_OURS = "torch-layerzero"
+_FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}  # extras
+_IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small packages that layerzero imports on demand
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "GLOO_", "CUDA_", "PYTORCH_")
+_OFF = {"", "0", "n", "no", "f", "false", "off"}
+
+
+class _Rule(NamedTuple):
+    """Effect of a variable that is switched on, or, if `value` is not None, that has the value `value`."""
+
+    name: str
+    effect: str
+    value: str | None = None
+    fix: str = "Unset it"
+    gpu_only: bool = True
+
+    def applies(self, found: str) -> bool:
+        return found.strip().lower() not in _OFF if self.value is None else found.strip().upper() == self.value
+
+
+# From NVIDIA's NCCL user guide ("Environment Variables") and torch's pages on CUDA, NCCL and distributed debugging.
+_RULES = (
+    _Rule("NCCL_P2P_DISABLE", "GPUs of a node send weights through host memory instead of NVLink or PCI"),
+    _Rule("NCCL_SHM_DISABLE", "GPUs of a node without direct access to each other communicate over the network"),
+    _Rule("TORCH_NCCL_BLOCKING_WAIT", "each wait for a collective blocks the host, so it cannot launch work ahead"),
+    _Rule("NCCL_BLOCKING_WAIT", "each wait for a collective blocks the host, so it cannot launch work ahead"),
+    _Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", "if a rank fails, the other ranks hang instead of ending", "0"),
+    _Rule("NCCL_ASYNC_ERROR_HANDLING", "if a rank fails, the other ranks hang instead of ending", "0"),
+    _Rule("CUDA_LAUNCH_BLOCKING", "each kernel launch waits for its kernel, so nothing overlaps"),
+    _Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", "each tensor calls the driver for memory, which synchronizes the device"),
+    _Rule(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "gathers and reductions wait for computation, because all streams share one hardware queue",
+        "1",
+        "Set it to 32, or unset it, unless Megatron-LM requires it for GPUs older than Blackwell",
+    ),
+    _Rule("TORCH_DISTRIBUTED_DEBUG", "ranks compare every collective before it starts", "DETAIL", gpu_only=False),
+)
+# NVIDIA's guide lists these variables under "Debugging": NCCL then no longer selects the best setting itself.
+_OVERRIDES = {
+    *(f"NCCL_{name}" for name in ("ALGO", "PROTO", "BUFFSIZE", "NTHREADS", "MAX_NCHANNELS", "MIN_NCHANNELS")),
+    *(f"NCCL_{name}" for name in ("P2P_LEVEL", "P2P_DIRECT_DISABLE", "CHECK_POINTERS", "CHECK_MODE", "LAUNCH_MODE")),
+    *(f"NCCL_IB_{name}" for name in ("AR_THRESHOLD", "QPS_PER_CONNECTION", "SPLIT_DATA_ON_QPS", "CUDA_SUPPORT")),
+    *(f"NCCL_IB_{name}" for name in ("PCI_RELAXED_ORDERING", "ADAPTIVE_ROUTING")),
+}
+
+
+def check_machine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Run all checks of this module with the values of this machine."""
+    kind = device_type()
+    world, local = (whole_number(environment, name) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    adapters = sorted(os.listdir(_ADAPTERS)) if _ADAPTERS.is_dir() else []
+    files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    has_nvidia = Path("/dev/nvidia0").exists()
+    return [
+        check_version("Python", platform.python_version(), TESTED_PYTHON),
+        check_version("torch", torch.__version__, TESTED_TORCH),
+        check_devices(kind, device_names(kind), local, has_nvidia=has_nvidia, cuda=torch.version.cuda),
+        check_launch(environment),
+        check_threads(torch.get_num_threads(), cores, local, kind),
+        *check_variables(environment, kind, adapters=adapters),
+        check_shared_memory(shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0, kind),
+        check_file_limit(files, world, local),
+        check_locked_memory(locked, adapters),
+        *check_distributions(),
+        *check_extras(),
+        *check_imports(_IMPORTED),
+    ]
+
+
+def whole_number(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the value of a variable, or None if it is not set or not a whole number."""
+    value = environment.get(name, "")
+    return int(value) if value.isdigit() else None
+
+
+def device_type() -> str:
+    """Return the type of the accelerator if there is one, otherwise ``"cpu"``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def device_names(kind: str) -> list[str]:
+    """Return the names of the accelerators of this machine."""
+    if kind == "cpu":
+        return []
+    module: Any = torch.get_device_module(kind)
+    numbers = range(torch.accelerator.device_count())
+    return [module.get_device_name(i) if hasattr(module, "get_device_name") else kind for i in numbers]
+
+
+def check_version(what: str, found: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> Finding:
+    """Compare a version with the oldest supported and the newest tested version."""
+    oldest, newest = (".".join(map(str, version)) for version in tested)
+    major, minor = found.split(".")[:2]
+    version = int(major), int(minor)
+    if version < tested[0]:
+        return Finding(_VERSIONS, "problem", f"{what} {found} is not supported", f"Install {what} {oldest} or newer")
+    if version > tested[1]:
+        text = f"{what} {found} is newer than {newest}, the newest version that layerzero's tests have run on"
+        return Finding(_VERSIONS, "note", text, "Run layerzero verify on your model before a long run")
+    return Finding(_VERSIONS, "ok", f"{what} {found}")
+
+
+def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bool, cuda: str | None) -> Finding:
+    """Compare the devices that torch can use with the devices of the machine and with the number of ranks.
+
+    Args:
+        kind: type of the accelerator that torch uses, or ``"cpu"``.
+        names: names of the accelerators.
+        ranks: number of ranks on this node.
+        has_nvidia: True if the machine has an NVIDIA device.
+        cuda: CUDA version that torch was built with, or None.
+    """
+    if kind == "cpu" and has_nvidia:
+        text = "the machine has an NVIDIA GPU that torch cannot use, so training runs on the CPU"
+        fix = f"Check CUDA_VISIBLE_DEVICES, and use nvidia-smi to check that the driver supports CUDA {cuda}"
+        return Finding(_DEVICES, "problem", text, fix if cuda else "Install a build of torch with CUDA")
+    if kind == "cpu":
+        return Finding(_DEVICES, "ok", "no accelerator; models run on the CPU")
+    unique_names = ", ".join(dict.fromkeys(names))
+    if 1 < len(names) < ranks:  # a launcher may show each rank only its own device
+        text = f"{ranks} ranks on this node, but only {len(names)} {kind} devices ({unique_names})"
+        return Finding(_DEVICES, "problem", text, f"Start at most {len(names)} ranks per node")
+    level: Level = "note" if len(set(names)) > 1 else "ok"
+    return Finding(_DEVICES, level, f"{len(names)} {kind} device{'s' * (len(names) > 1)}: {unique_names}")
+
+
+def check_launch(environment: Mapping[str, str]) -> Finding:
+    """Check the variables with the numbers of ranks, which torchrun sets."""
+    world, local = (whole_number(environment, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not world:
+        text = "one process; to check ranks and links, start this command with torchrun"
+        return Finding(_LAUNCH, "ok", text)
+    if not local or world % local:
+        text = f"LOCAL_WORLD_SIZE={environment.get('LOCAL_WORLD_SIZE', '')} does not divide WORLD_SIZE={world}"
+        fix = "zero3_size then has no default. Pass it, or start the same number of ranks on each node with torchrun"
+        return Finding(_LAUNCH, "problem", text, fix)
+    return Finding(_LAUNCH, "ok", f"{world} ranks, {local} on each node")
+
+
+def check_threads(threads: int, cores: int, ranks: int, kind: str) -> Finding:
+    """Check the number of CPU threads.
+
+    Args:
+        threads: number of CPU threads that torch uses in each rank.
+        cores: number of CPU cores that this process may use.
+        ranks: number of ranks on this node.
+    """
+    cores_per_rank = max(1, cores // ranks)
+    if ranks > 1 and threads > cores_per_rank:
+        level: Level = "problem" if kind == "cpu" else "note"
+        text = f"{ranks} ranks with {threads} threads each share {cores} cores"
+        return Finding(_LAUNCH, level, text, f"Set OMP_NUM_THREADS={cores_per_rank}")
+    if kind != "cpu" and threads == 1 and cores_per_rank > 1:
+        text = "OMP_NUM_THREADS=1, torchrun's default: an offloaded optimizer would use only one thread per rank"
+        return Finding(_LAUNCH, "note", text, f"If you offload the optimizer, set OMP_NUM_THREADS={cores_per_rank}")
+    return Finding(_LAUNCH, "ok", f"{threads} thread{'s' * (threads > 1)} per rank, {cores} cores")
+
+
+def check_variables(environment: Mapping[str, str], kind: str, *, adapters: Sequence[str] = ()) -> list[Finding]:
+    """Return findings about the variables that are set.
+
+    Args:
+        kind: type of the accelerator, or ``"cpu"``. Except on ``"cuda"``, variables for GPUs cause only notes.
+        adapters: names of the machine's InfiniBand or RoCE adapters.
+    """
+    no_infiniband = f"NCCL sends over IP sockets and does not use the adapters {', '.join(adapters)}"
+    findings = []
+    for rule in [*_RULES, *([_Rule("NCCL_IB_DISABLE", no_infiniband)] if adapters else [])]:
+        if rule.name in environment and rule.applies(environment[rule.name]):
+            level: Level = "note" if rule.gpu_only and kind != "cuda" else "problem"
+            text = f"{rule.name}={environment[rule.name]}: {rule.effect}" + ", if there are GPUs" * (level == "note")
+            findings.append(Finding(_VARIABLES, level, text, rule.fix))
+    if overrides := [f"{name}={environment[name]}" for name in sorted(_OVERRIDES & environment.keys())]:
+        text = f"{', '.join(overrides)}: NCCL's own choice is overridden"
+        findings.append(Finding(_VARIABLES, "note", text, "Unset variables whose benefit you have not measured"))
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_PREFIXES))
+    return [*findings, Finding(_VARIABLES, "ok", f"set: {listed or 'no variables of NCCL, CUDA, gloo or torch'}")]
+
+
+def check_shared_memory(size: int, kind: str) -> Finding:
+    """Check the size of /dev/shm in bytes, or 0 if it does not exist."""
+    text = f"/dev/shm has {size / 1e9:.2f} GB, which NCCL, data loader workers and checkpoint.Buddies share"
+    if size >= _SMALL_SHM:
+        return Finding(_MEMORY, "ok", text)
+    fix = "Start the container with --shm-size=1g or more, or --ipc=host"
+    return Finding(_MEMORY, "note" if kind == "cpu" else "problem", text, fix)
+
+
+def check_file_limit(limit: int, world: int, local: int) -> Finding:
+    """Compare the limit on file descriptors with the connections of gloo.
+
+    The default process group connects each rank with all others. Each sharded model has at least one gloo group along
+    each axis of its mesh.
+
+    Args:
+        limit: number of file descriptors that this process may open, or a negative number if there is no limit.
+        world, local: number of ranks, in total and on this node.
+    """
+    needed = world - 1 + local - 1 + -(-world // local) - 1
+    limit_text = "unlimited" if limit < 0 else f"{limit:,}"
+    text = f"limit of open files per process: {limit_text}; gloo needs {needed:,} for connections"
+    if 0 <= limit <= needed:
+        return Finding(_MEMORY, "problem", text, "Run ulimit -n 65536, or raise the limit of the job")
+    return Finding(_MEMORY, "ok", text)
+
+
+def check_locked_memory(limit: int, adapters: Sequence[str]) -> Finding:
+    """Check the limit on locked memory, which NCCL needs to register buffers with network adapters.
+
+    Args:
+        limit: number of bytes that this process may lock, or a negative number if there is no limit.
+        adapters: names of the machine's InfiniBand or RoCE adapters.
+    """
+    text = f"limit of locked memory per process: {'unlimited' if limit < 0 else f'{limit / 1e6:.3g} MB'}"
+    if adapters and limit >= 0:
+        fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
+        return Finding(_MEMORY, "problem", f"{text}, but NCCL locks memory for {', '.join(adapters)}", fix)
+    return Finding(_MEMORY, "ok", text)
+
+
+def check_distributions() -> list[Finding]:
+    """Check which distributions provide the module ``layerzero``. PyPI has another project of this name."""
+    version, package = layerzero.__version__, Path(layerzero.__file__).parent
+    findings = []
+    if others := sorted({each.version for each in metadata.distributions(name=_OURS)} - {version}):
+        text = f"Python imports layerzero {version} from {package}, but {_OURS} {', '.join(others)} is installed"
+        fix = "Remove one of them from the import path, or reinstall"
+        findings.append(Finding(_PACKAGES, "problem", text, fix))
+    for stranger in metadata.distributions(name="layerzero"):
+        if any(file.parts[0] == "layerzero" for file in stranger.files or () if file.suffix == ".py"):
+            name = f"{stranger.metadata['Name']} {stranger.version} in {stranger.locate_file('')}"
+            text = f"{name} is another project that also installs the module layerzero"
+            fix = f"Run pip uninstall layerzero, then install {_OURS} again"
+            findings.append(Finding(_PACKAGES, "problem", text, fix))
+    unique = list(dict.fromkeys(findings))  # a folder may be on the import path twice
+    return unique or [Finding(_PACKAGES, "ok", f"layerzero {version}, imported from {package}")]
+
+
+def check_extras() -> list[Finding]:
+    """Compare the installed packages of each extra of torch-layerzero with the version ranges in the metadata."""
+    try:
+        from packaging.requirements import Requirement  # noqa: PLC0415 - optional
+
+        own = metadata.distribution(_OURS)
+    except ModuleNotFoundError as error:
+        text = f"the versions of optional packages are not checked, because {error.name} is not installed"
+        return [Finding(_PACKAGES, "note", text)]
+    extras = set(own.metadata.get_all("Provides-Extra") or ()) - _FOR_DEVELOPERS
+    findings = []
+    for requirement in map(Requirement, own.requires or ()):
+        marker, name = requirement.marker, requirement.name
+        version = installed_versions([name]).get(name)
+        users = sorted(extra for extra in extras if marker is not None and marker.evaluate({"extra": extra}))
+        if version and users and not requirement.specifier.contains(version, True):
+            text = f"extra {', '.join(users)}: {name} {version} is installed, and {requirement.specifier} is supported"
+            fix = f"If you use this extra, run pip install '{name}{requirement.specifier}'"
+            findings.append(Finding(_PACKAGES, "note", text, fix))
+    return findings or [Finding(_PACKAGES, "ok", "optional packages have supported versions")]
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {name: next(iter(metadata.distributions(name=name)), None) for name in names}
+    return {name: each.version for name, each in found.items() if each is not None}
+
+
+def check_imports(modules: Iterable[str]) -> list[Finding]:
+    """Import each module that is installed, to find packages that were built for another Python or numpy."""
+    findings = []
+    for name in modules:
+        try:
+            if find_spec(name) is not None:
+                importlib.import_module(name)
+        except Exception as error:
+            text = f"importing {name} failed with {type(error).__name__}: {error}"
+            findings.append(Finding(_PACKAGES, "problem", text, "Install the package again in this environment"))
+    return findings
