@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -272,7 +273,7 @@ class _Job:
             torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
         dist.init_process_group(store=self.store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         try:
-            mesh = dist.init_device_mesh(kind, (self.world // per_node, per_node), mesh_dim_names=("between", "inside"))
+            mesh = init_device_mesh(kind, (self.world // per_node, per_node), mesh_dim_names=("between", "inside"))
             axes = [axis for axis in ("inside", "between") if mesh[axis].size() > 1]
             return {axis: _bytes_per_second(mesh.get_group(axis), torch.device(kind)) for axis in axes}
         finally:

@@ -83,7 +83,8 @@ def test_ranks_that_alternate_between_nodes_are_a_problem() -> None:
 
 
 def test_a_wrong_number_of_local_ranks_is_a_problem() -> None:
-    one, none = {"facts": {"LOCAL_WORLD_SIZE": "1"}}, {"facts": {}}
+    one: dict[str, Any] = {"facts": {"LOCAL_WORLD_SIZE": "1"}}
+    none: dict[str, Any] = {"facts": {}}
     found = problems(check_nodes(reports("aa", rank_0=one, rank_1=one)))
     assert found == ["LOCAL_WORLD_SIZE is 1 on ranks 0-1, but a has ranks 0-1"]
     assert problems(check_nodes(reports("aa", rank_0=none, rank_1=none))) == [], "zero3_size is then required"
