@@ -63,8 +63,8 @@ REST = "Guards and checks"  # all other public names of `layerzero`
 PACKAGES = {"Checkpoints": "checkpoint", "Optimizers": "optimizers", "Planning": "planning", "Megatron": "megatron"}
 INTEGRATIONS = {
     "Accelerate": ["accelerate"],
-    "Transformers": ["transformers", "transformers_metrics"],  # the first also has the public name of `pretrained`
-    "Lightning and Fabric": ["lightning", "lightning_metrics", "fabric"],
+    "Transformers": ["transformers"],  # the first also has the public name of `pretrained`
+    "Lightning and Fabric": ["lightning", "fabric"],
     "torchtitan": ["torchtitan"],
 }
 # Of what torch's optimizers have, what users call; the rest of the class is for the package.

@@ -92,7 +92,7 @@ def search(address: str, browser: Browser, words: str) -> list[str]:
         ("zero3_size", "settings/#zero3_size"),
         ("clip_grad_norm_", "api/training-loop/#layerzero.optimizers.clip.clip_grad_norm_"),
         ("HSDP", "fsdp2/"),
-        ("MetricsCallback", "api/integrations/#layerzero.integrations.lightning_metrics.MetricsCallback"),
+        ("LayerZeroStrategy", "api/integrations/#layerzero.integrations.lightning.LayerZeroStrategy"),
     ],
 )
 def test_the_search_finds(words: str, page: str, address: str, browser: Browser) -> None:
