@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.mesh_info import mesh_from_groups
 from layerzero.config import Accumulation, Units
 from layerzero.engine.hooks import get_state
-from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
-    is_expert_parallel,
     language_model,
     only_experts,
     warn_of_layers_without_units,
 )
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
+from layerzero.megatron.unsupported import refuse_fusion, refuse_model
 from layerzero.reliability.local_gradient_check import LocalGradientCheck
 from layerzero.sharding.shard_model import shard_model
 
@@ -85,11 +84,11 @@ def wrap(
     if (zero3_size is None) == (groups is None):
         raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
     for module in modules:
-        _refuse_unsupported(module, config)
+        refuse_model(module, config)
     if groups is None:
         assert zero3_size is not None
         groups = process_groups(zero3_size)
-    _check_fusion_settings(config, groups.zero3.size(), accumulation, settings)
+    refuse_fusion(config, groups.zero3.size(), accumulation=accumulation, **settings)
     mesh = _meshes(groups)
     chunks = []
     for module in modules:
@@ -197,83 +196,3 @@ def _use_own_output_weight(chunk: ShardedChunk) -> None:
     output.register_forward_pre_hook(
         drop_weight_argument, prepend=True, with_kwargs=True
     )  # before the hooks of the unit
-
-
-_REFUSED = {
-    "mtp_num_layers": "multi-token prediction adds copies of the embeddings",
-    "has_cond_embedder": "gradients of conditional embedders are summed over all pipeline stages",
-    "defer_embedding_wgrad_compute": "gradients of the output layer are computed after the last backward",
-    "overlap_moe_expert_parallel_comm": "its schedule calls parts of layers separately",
-    "moe_router_enable_expert_bias": "the bias of routers is updated together with the gradients",
-    "delay_wgrad_compute": "gradients of weights are computed after the backward of their layer",
-    "fp8": "weights would be gathered in 16 bits and quantized in each forward",
-    "fp4": "weights would be gathered in 16 bits and quantized in each forward",
-    # since Megatron-Core 0.19
-    "overlap_dispatch_backward_with_experts_wgrad": "gradients of experts are computed after their layer's backward",
-    "moe_single_grouped_weight": "the experts of a rank are one tensor of Transformer Engine",
-    "moe_single_grouped_bias": "the experts of a rank are one tensor of Transformer Engine",
-    "moe_expert_rank_capacity_factor": "a step is repeated if experts get too many tokens",
-    "flextron": "gradients of its routers are summed over pipeline stages",
-}
-
-
-def _refuse_unsupported(module: nn.Module, config: Any) -> None:
-    for name, reason in _REFUSED.items():
-        if getattr(config, name, None):
-            raise ValueError(
-                f"config.{name}={getattr(config, name)!r} is not supported by layerzero.megatron: {reason}"
-            )
-    if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
-        raise ValueError(
-            "config.cuda_graph_impl is not supported, because graphs record the addresses of weights, which layerzero "
-            "frees and allocates again. Use 'none'"
-        )
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since Megatron-Core 0.19
-        if getattr(config, name, 1) > 1:
-            raise ValueError(
-                f"config.{name}={getattr(config, name)} is not supported, because Megatron would shard the weights as "
-                "well. Use 1, and set zero3_size"
-            )
-    if "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
-        raise ValueError(
-            "config.moe_router_load_balancing_type='quantile_balancing' is not supported by layerzero.megatron: the "
-            "bias of routers is updated together with the gradients. Use 'aux_loss' or 'sinkhorn'"
-        )
-    if getattr(config, "num_moe_experts", None):
-        size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
-        if size not in (None, tensor_size):  # Megatron 0.16 does not mark such parameters, and their copies diverge
-            raise ValueError(
-                f"config.expert_tensor_parallel_size={size} is not supported, because experts would have other "
-                f"data-parallel ranks than the other parameters. Use {tensor_size}, as tensor_model_parallel_size"
-            )
-    in_expert_modules = {
-        id(parameter) for part in module.modules() if only_experts(part) for parameter in part.parameters()
-    }
-    for name, parameter in module.named_parameters():
-        if is_expert_parallel(parameter) and id(parameter) not in in_expert_modules:
-            raise ValueError(
-                f"parameter {name!r} is expert parallel, but its module has parameters that are not. Put the experts "
-                "into a separate module"
-            )
-
-
-def _check_fusion_settings(
-    config: Any, zero3_size: int, accumulation: Accumulation, settings: Mapping[str, Any]
-) -> None:
-    if not getattr(config, "gradient_accumulation_fusion", False):
-        return
-    if not callable(accumulation) and not accumulates_full_gradients(accumulation, zero3_size):
-        raise ValueError(
-            'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full", or '
-            '"sharded" with zero3_size=1, or disable the fusion'
-        )
-    if settings.get("accumulation_dtype") is not None:
-        raise ValueError(
-            "gradient_accumulation_fusion and accumulation_dtype exclude each other, because the fusion adds to "
-            "main_grad in fp32, and the last micro-batch is not added to the accumulator. Disable one of them"
-        )
-    if settings.get("offload_grads", False):
-        raise ValueError(
-            "gradient_accumulation_fusion and offload_grads=True exclude each other, because the fusion uses main_grad "
-            "from the forward to the backward, and offloading may move it. Disable one of them"
-        )

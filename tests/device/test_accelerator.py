@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from argparse import Namespace
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,10 +18,8 @@ from layerzero.device.accelerator import require_no_capture, synchronize_current
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
-from layerzero.megatron import arguments as flags
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import NAME, Device, DeviceCopies, Stream, register
-from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
@@ -139,32 +135,6 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
     assert connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) is None
     assert connections_warning("cuda", {}) is None
     assert connections_warning("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is None
-
-
-@pytest.mark.parametrize(
-    "tensor, context, ending",
-    [
-        (1, 1, ". These flags enable neither. Unset the variable"),
-        (2, 1, ". These flags have --tensor-model-parallel-size 2"),
-        (2, 4, ". These flags have --tensor-model-parallel-size 2 and --context-parallel-size 4"),
-    ],
-)
-def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, context: int, ending: str) -> None:
-    args = Namespace(tensor_model_parallel_size=tensor, context_parallel_size=context, overlap_param_gather=True)
-    with ExitStack() as stack:
-        for name in ("_refuse_unsupported", "require_equal"):
-            stack.enter_context(mock.patch.object(flags, name))
-        stack.enter_context(
-            mock.patch.object(flags, "_translate_arguments", lambda *_: flags.ParsedArguments({}, (), None))
-        )
-        stack.enter_context(mock.patch.object(flags, "default_device_type", lambda: "cuda"))
-        stack.enter_context(mock.patch.multiple(flags.dist, get_rank=lambda: 0, get_world_size=lambda: 8))
-        for connections, expected in (("1", 1), ("32", 0)):
-            stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=connections))
-            with logged() as lines:
-                flags.settings_from_arguments(args, [0])
-            assert len(lines) == expected, lines
-            assert all("one hardware queue" in line and line.endswith(ending) for line in lines), lines
 
 
 def _copies_to_the_host(rank: int) -> None:

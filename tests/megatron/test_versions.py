@@ -70,12 +70,12 @@ def test_wrapping_in_another_release_is_refused_on_all_ranks() -> None:
 
 
 REFUSED = {
-    "gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
-    "expert_gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
-    "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "the bias of routers is updated"),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, "after their layer's backward"),
-    "moe_expert_rank_capacity_factor": (1.5, "a step is repeated"),
-    "fp4": ("e2m1", "quantized in each forward"),
+    "gtp_weight_remat_size": (2, "shards the weights a second time"),
+    "expert_gtp_weight_remat_size": (2, "shards the weights a second time"),
+    "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "updates a bias of the routers"),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
+    "moe_expert_rank_capacity_factor": (1.5, "repeats a step"),
+    "fp4": ("e2m1", "quantize gathered weights in each forward"),
 }
 
 
