@@ -27,7 +27,7 @@ from layerzero.checkpoint.atomic_files import (
     remove,
     write_file,
 )
-from layerzero.checkpoint.loading import PreparedLoad, prepare_load
+from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -36,11 +36,12 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import expert_names_of
 from layerzero.megatron.global_layout import global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_on_all_ranks
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raising_on_all_ranks
 
 __all__ = ["load", "save"]
 
 _MARKER = "complete"
+_SAVE, _LOAD = "layerzero.megatron.save", "layerzero.megatron.load"
 
 
 def save(
@@ -64,28 +65,28 @@ def save(
         TypeError, ValueError: as raised by ``layerzero.checkpoint.save``. Ranks of other stages raise RuntimeError.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
-    experts = _expert_names("save", groups, model_chunks)
+    with raising_on_all_ranks(_SAVE, groups):
+        experts = [expert_names_of(chunk) for chunk in model_chunks]
     own_token = new_token()
     token = all_gather_object(groups, own_token)[0]
     first, partial = token == own_token, partial_path(folder, token)
-    _raise_failure_on_all_ranks("save", groups, _create_partial_folder(folder, partial) if first else None)
+    with raising_on_all_ranks(_SAVE, groups):
+        if first:
+            _create_partial_folder(folder, partial)
     parts = [partial / _part_name(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
-    failure: Exception | None = None
     try:
-        for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
-            inner = None if optimizer is None else optimizer.sharded[index]
-            ema = None if optimizer is None else optimizer.emas[index]
-            average = None if ema is None else _ema_state_to_save(ema.state_dict(), rank_local_names)
-            chunk_fields = {"places": global_layout_of(chunk, rank_local_names), "chunks": len(model_chunks)}
-            extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
-            save_with_rank_local_names(rank_local_names, part, chunk, inner, extra_state)
-    except Exception as error:
-        failure = error
-    try:
-        _raise_failure_on_all_ranks("save", groups, failure)
+        with raising_on_all_ranks(_SAVE, groups):
+            for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+                inner, ema = (None, None) if optimizer is None else (optimizer.sharded[index], optimizer.emas[index])
+                average = None if ema is None else _ema_state_to_save(ema.state_dict(), rank_local_names)
+                chunk_fields = {"places": global_layout_of(chunk, rank_local_names), "chunks": len(model_chunks)}
+                extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
+                save_with_rank_local_names(rank_local_names, part, chunk, inner, extra_state)
         written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
-        _raise_failure_on_all_ranks("save", groups, _publish_parts(partial, folder, written, token) if first else None)
+        with raising_on_all_ranks(_SAVE, groups):
+            if first:
+                _publish_parts(partial, folder, written, token)
     except Exception:
         if first:
             remove(partial)  # safe: only this save has this token
@@ -107,48 +108,31 @@ def load(
             stage's part of the checkpoint is damaged or does not match the model. All models are unchanged.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    experts = _expert_names("load", groups, model_chunks)
-    failure: Exception | None = None
     parts = [folder / _part_name(groups, index) for index in range(len(model_chunks))]
-    if not (folder / _MARKER).exists():
-        failure = FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
-    elif missing := [part.name for part in parts if not part.exists()]:
-        failure = FileNotFoundError(
-            f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the layout "
-            "of the save"
-        )
-    _raise_failure_on_all_ranks("load", groups, failure)
-    prepared: list[PreparedLoad] = []
-    try:
-        for index, (chunk, part, rank_local_names) in enumerate(zip(model_chunks, parts, experts, strict=True)):
-            inner = None if optimizer is None else optimizer.sharded[index]
-            prepared.append(prepare_load(part, chunk, inner, rank_local_names=rank_local_names))
-    except Exception as error:
-        failure = error
-    _raise_failure_on_all_ranks("load", groups, failure)
+    with raising_on_all_ranks(_LOAD, groups):
+        experts = [expert_names_of(chunk) for chunk in model_chunks]
+        if not (folder / _MARKER).exists():
+            raise FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
+        if missing := [part.name for part in parts if not part.exists()]:
+            raise FileNotFoundError(
+                f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the "
+                "layout of the save"
+            )
+    sharded = [None] * len(parts) if optimizer is None else optimizer.sharded
+    emas = [None] * len(parts) if optimizer is None else optimizer.emas
+    with raising_on_all_ranks(_LOAD, groups):
+        prepared = [
+            prepare_load(part, chunk, inner, rank_local_names=rank_local_names)
+            for part, chunk, inner, rank_local_names in zip(parts, model_chunks, sharded, experts, strict=True)
+        ]
     result: Any = None
-    try:
-        for index, (prepared_load, rank_local_names) in enumerate(zip(prepared, experts, strict=True)):
+    with raising_on_all_ranks(_LOAD, groups):
+        for prepared_load, ema, rank_local_names in zip(prepared, emas, experts, strict=True):
             result = prepared_load.commit()
-            _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), rank_local_names)
-    except Exception as error:
-        failure = error
-    _raise_failure_on_all_ranks("load", groups, failure)
+            _load_average(ema, result.get("ema"), rank_local_names)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
-
-
-def _expert_names(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
-    """Return the checkpoint names of rank-local experts for each chunk. If a rank fails, all ranks raise an error."""
-    names: list[RankLocalNames] = []
-    failure: Exception | None = None
-    try:
-        names = [expert_names_of(chunk) for chunk in model_chunks]
-    except Exception as error:
-        failure = error
-    _raise_failure_on_all_ranks(call, groups, failure)
-    return names
 
 
 def _ema_state_to_save(state: Mapping[str, Any], rank_local_names: RankLocalNames) -> dict[str, Any]:
@@ -176,28 +160,23 @@ def _load_average(ema: EMA | None, saved: Any, rank_local_names: RankLocalNames)
         )
 
 
-def _create_partial_folder(folder: Path, partial: Path) -> Exception | None:
-    """Create the partial folder of a checkpoint. Return the error if that fails, otherwise None."""
-    try:
-        if folder.name.startswith("."):
-            raise ValueError(
-                f"the checkpoint name {folder.name!r} starts with a dot, which marks incomplete checkpoints. Use "
-                "another name"
-            )
-        if os.path.lexists(folder):
-            is_complete = (folder / _MARKER).exists()
-            raise FileExistsError(
-                f"{PathTakenError.at(folder)}" + ("" if is_complete else ". (It contains no complete checkpoint.)")
-            )
-        make_folder(folder.parent)
-        partial.mkdir()
-    except (OSError, ValueError) as error:
-        return error
-    return None
+def _create_partial_folder(folder: Path, partial: Path) -> None:
+    if folder.name.startswith("."):
+        raise ValueError(
+            f"the checkpoint name {folder.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
+            "name"
+        )
+    if os.path.lexists(folder):
+        is_complete = (folder / _MARKER).exists()
+        raise FileExistsError(
+            f"{PathTakenError.at(folder)}" + ("" if is_complete else ". (It contains no complete checkpoint.)")
+        )
+    make_folder(folder.parent)
+    partial.mkdir()
 
 
-def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
-    """Publish the parts in `partial` as the checkpoint `folder`. Return the error if that fails, otherwise None."""
+def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -> None:
+    """Publish the parts in `partial` as the checkpoint `folder`."""
 
     def is_published() -> bool:
         try:
@@ -205,15 +184,12 @@ def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -
         except OSError:
             return False
 
-    try:
-        if missing := sorted(part for part in written if not (partial / part).is_dir()):
-            raise CheckpointError(
-                f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
-            )
-        write_file(partial / _MARKER, [token.encode()])
-        publish_folder(partial, folder, is_published)
-    except (OSError, CheckpointError) as error:
-        return error
+    if missing := sorted(part for part in written if not (partial / part).is_dir()):
+        raise CheckpointError(
+            f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
+        )
+    write_file(partial / _MARKER, [token.encode()])
+    publish_folder(partial, folder, is_published)
     try:
         clear_leftovers(folder / _MARKER)
     except OSError as error:  # only warn, because the new checkpoint has been published
@@ -221,18 +197,6 @@ def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -
             f"leftovers of a dead save in {folder.parent} could not be removed: {error}. Remove them manually",
             stacklevel=3,
         )
-    return None
-
-
-def _raise_failure_on_all_ranks(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_on_all_ranks`, but raise errors about files and paths as the same type on all ranks."""
-    try:
-        raise_on_all_ranks(f"layerzero.megatron.{call}", groups, failure)
-    except RuntimeError as error:
-        for kind in (FileExistsError, FileNotFoundError, PathTakenError, CheckpointError):
-            if failure is None and f": {kind.__name__}: " in str(error):
-                raise kind(str(error)) from None
-        raise
 
 
 def _part_name(groups: ProcessGroups, chunk: int) -> str:

@@ -29,9 +29,9 @@ from layerzero.megatron.arguments import ParsedArguments, settings_from_argument
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import add_named_modules, default_units, matching_names
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.model_checks import params_norm, replicas_agree
 from layerzero.megatron.parallel_groups import all_gather_object
 from layerzero.megatron.versions import SUPPORTED, supported_release
-from layerzero.megatron.weight_checks import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap
 
 __all__ = ["install"]

@@ -15,9 +15,7 @@ from layerzero.dtensor.local_shard import plain
 from layerzero.ema import EMA
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.finite import refuse_nonfinite
-from layerzero.megatron.param_groups import Condition, param_groups
-from layerzero.megatron.weight_checks import is_counted
+from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
@@ -34,11 +32,8 @@ class ShardedMegatronOptimizer:
         config: Megatron's OptimizerConfig. This class uses `optimizer` (``"adam"`` or ``"sgd"``) and the settings of
             that optimizer, `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss
             scale. Settings for Megatron's sharding and overlap are ignored.
-        no_weight_decay_cond: function ``cond(name, parameter)`` that selects parameters without weight decay.
-            ``parameter.shape`` is the global shape. The default selects biases and 1-D parameters, as in Megatron.
-        scale_lr_cond: function ``cond(name, parameter)`` that selects parameters whose learning rate is multiplied by
-            `lr_mult`.
-        config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., ...}}``, instead of `no_weight_decay_cond`.
+        config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., "lr_mult": ..., ...}}``. The keys see parameters with
+            their global shapes. The default is Megatron's: biases and 1-D parameters have no weight decay.
         make_optimizer: function that creates the inner optimizer from parameter groups. It replaces the optimizer that
             `config` names.
         ema_decay: decay of an exponential moving average (EMA) of the weights. Each step that is not skipped updates
@@ -52,8 +47,8 @@ class ShardedMegatronOptimizer:
             take part in the collectives of a step.
 
     Raises:
-        ValueError: arguments contradict each other; `config` lacks a learning rate or names an unsupported optimizer;
-            or the inner optimizer needs full parameters.
+        ValueError: `config` lacks a learning rate or names an unsupported optimizer; `config_overrides` gives a
+            parameter two values for one setting, or another optimizer; or the inner optimizer needs full parameters.
     """
 
     def __init__(
@@ -61,15 +56,10 @@ class ShardedMegatronOptimizer:
         model_chunks: Sequence[ShardedChunk],
         config: Any,
         *,
-        no_weight_decay_cond: Condition | None = None,
-        scale_lr_cond: Condition | None = None,
-        lr_mult: float = 1.0,
         config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
         make_optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
         ema_decay: float | None = None,
     ) -> None:
-        if no_weight_decay_cond is not None and config_overrides is not None:
-            raise ValueError("no_weight_decay_cond and config_overrides exclude each other. Pass one of them")
         if config.lr is None:
             raise ValueError("config.lr is None. Set a learning rate in the OptimizerConfig")
         self.config = config
@@ -77,14 +67,7 @@ class ShardedMegatronOptimizer:
         self.groups = self.model_chunks[0].groups
         self.sharded: list[ShardedOptimizer | None] = []
         for chunk in self.model_chunks:
-            groups = param_groups(
-                chunk,
-                config,
-                no_weight_decay_cond=no_weight_decay_cond,
-                scale_lr_cond=scale_lr_cond,
-                lr_mult=lr_mult,
-                config_overrides=config_overrides,
-            )
+            groups = _param_groups(chunk, config, config_overrides)
             inner = (make_optimizer or self._create_default_optimizer)(groups) if groups else None
             if inner is not None and kinds_that_need_full_params(inner, get_state(chunk).mesh_info.device):
                 raise ValueError(
@@ -105,7 +88,7 @@ class ShardedMegatronOptimizer:
                 if chunk.own_gradients is not None:
                     chunk.own_gradients.stop()
                     chunk.own_gradients = None
-        self.is_stub_optimizer = not self._reduce_over_model(trains, dist.ReduceOp.MAX).item()
+        self.is_stub_optimizer = not reduce_over_model(trains, self.groups, dist.ReduceOp.MAX).item()
 
     def _create_default_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         config = self.config
@@ -201,7 +184,7 @@ class ShardedMegatronOptimizer:
         gradients = [rows for chunk in self.model_chunks for rows in chunk.gradient_rows().values() if rows.numel()]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, self.grad_scaler.inv_scale)
-        self._reduce_over_model(overflows, dist.ReduceOp.MAX)
+        reduce_over_model(overflows, self.groups, dist.ReduceOp.MAX)
         overflow = bool(overflows.item() > 0)
         if overflow and self._checks_gradients:
             refuse_nonfinite(self.model_chunks, self.groups)
@@ -245,45 +228,27 @@ class ShardedMegatronOptimizer:
             RuntimeError: a gradient is NaN or infinite, and ``wrap(check_for_nan_in_grad=True)`` was used. All ranks
                 raise this error.
         """
-        counted, uncounted = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
+        counted: list[Tensor] = []
+        uncounted: list[Tensor] = []
         for parameter in self.get_parameters():
-            if parameter.grad is not None and (rows := plain(parameter.grad)).numel():
-                (counted if self._is_counted(parameter) else uncounted).append(rows)
-        squares, uncounted_squares = (
-            torch.stack([n.float() for n in torch._foreach_norm(rows)]).square().sum() for rows in (counted, uncounted)
-        )
-        suspect = ~torch.isfinite(squares + uncounted_squares)
-        squares, suspects = self._reduce_over_model(torch.stack([squares, suspect.float()]), dist.ReduceOp.SUM).tolist()
+            if parameter.grad is not None:
+                (counted if is_counted(parameter, self.groups) else uncounted).append(plain(parameter.grad))
+        squares = sum_of_squares(counted, self._device)
+        suspect = ~torch.isfinite(squares + sum_of_squares(uncounted, self._device))
+        squares, suspects = reduce_over_model(torch.stack([squares, suspect.float()]), self.groups).tolist()
         if suspects and self._checks_gradients:
             refuse_nonfinite(self.model_chunks, self.groups)
         return math.sqrt(squares)
-
-    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return this rank's rows of all gradients that count towards the gradient norm.
-
-        Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
-        except on the first tensor-parallel rank, parameters that are replicated over tensor-parallel ranks.
-        """
-        return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._is_counted(p)]
 
     def count_zeros(self) -> float:
         """Return the number of parameter elements in the full model whose gradient is zero or missing."""
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
-            if self._is_counted(parameter):
+            if is_counted(parameter, self.groups):
                 rows = plain(parameter.grad if parameter.grad is not None else parameter)
                 used = 0 if parameter.grad is None else torch.count_nonzero(rows)
                 zeros += rows.numel() - used
-        return self._reduce_over_model(zeros, dist.ReduceOp.SUM).item()
-
-    def _is_counted(self, parameter: Tensor) -> bool:
-        return is_counted(parameter, self.groups)
-
-    def _reduce_over_model(self, value: Tensor, op: Any) -> Tensor:
-        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return `value`."""
-        for group in (self.groups.zero1, self.groups.model):
-            dist.all_reduce(value, op=op, group=group)
-        return value
+        return reduce_over_model(zeros, self.groups).item()
 
     # State dicts
 
@@ -394,7 +359,26 @@ class ShardedMegatronOptimizer:
         return [ChunkOptimizer(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
 
 
-_ZERO = torch.zeros(1)  # first entry of the lists of gradients, which must not be empty
+def _param_groups(
+    chunk: ShardedChunk, config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return Megatron's parameter groups of a chunk, without empty groups. All ranks must call this function."""
+    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides  # noqa: PLC0415
+
+    if config_overrides is None:
+        config_overrides = get_standard_config_overrides(config)
+    groups = [group for group in _get_param_groups([chunk], config, config_overrides) if group["params"]]
+    for group in groups:
+        if (optimizer := group.pop("optimizer", config.optimizer)) != config.optimizer:
+            raise ValueError(
+                f"config_overrides sets the optimizer of {len(group['params'])} parameters to {optimizer!r}, but "
+                f"config.optimizer is {config.optimizer!r}. layerzero.megatron steps all parameters with one "
+                "optimizer. Remove the optimizer from config_overrides"
+            )
+        # Megatron's scheduler sets these values from its first step on.
+        group["lr"] = group["max_lr"] * group["lr_mult"]
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return groups
 
 
 def _create_grad_scaler(config: Any) -> Any:

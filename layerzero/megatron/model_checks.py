@@ -1,10 +1,10 @@
-"""Compute the norm of all masters, and compare the weights of replicas, for Megatron's training loop."""
+"""Compute norms of the full model, compare the weights of replicas, and refuse gradients that are not finite."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.parallel_groups import ProcessGroups
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
+from layerzero.reliability.local_gradient_check import nonfinite_text
 
-__all__ = ["is_counted", "params_norm", "replicas_agree"]
+__all__ = ["is_counted", "params_norm", "reduce_over_model", "refuse_nonfinite", "replicas_agree", "sum_of_squares"]
 
 
 def is_counted(parameter: Tensor, groups: ProcessGroups) -> bool:
@@ -30,6 +31,20 @@ def is_counted(parameter: Tensor, groups: ProcessGroups) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False)) or dist.get_rank(groups.tensor) == 0
 
 
+def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements of plain tensors on this rank, as a 0-dim fp32 tensor."""
+    if not (tensors := [part for part in tensors if part.numel()]):
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
+
+
+def reduce_over_model(value: Tensor, groups: ProcessGroups, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return `value`."""
+    for group in (groups.zero1, groups.model):
+        dist.all_reduce(value, op=op, group=group)
+    return value
+
+
 @torch.no_grad()
 def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
     """Return the 2-norm of all masters in the full model, for ``--log-params-norm``.
@@ -38,14 +53,8 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
     """
     chunks = [model] if isinstance(model, ShardedChunk) else list(model)
     groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    for chunk in chunks:
-        rows = [plain(p) for p in chunk.parameters() if is_counted(p, groups)]
-        if rows := [part for part in rows if part.numel()]:
-            squares += torch.stack([norm.float() for norm in torch._foreach_norm(rows)]).square().sum()
-    for group in (groups.zero1, groups.model):
-        dist.all_reduce(squares, group=group)
-    return math.sqrt(squares.item())
+    counted = [plain(p) for chunk in chunks for p in chunk.parameters() if is_counted(p, groups)]
+    return math.sqrt(reduce_over_model(sum_of_squares(counted, device), groups).item())
 
 
 @torch.no_grad()
@@ -55,7 +64,6 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
     different replicas with the same shard must have equal hashes.
     """
-    groups, device = model[0].groups, get_state(model[0]).mesh_info.device
     digests: dict[tuple[Any, ...], Any] = {}  # by chunk index, ranks of the mesh, and ZeRO-3 rank
     for index, chunk in enumerate(model):
         chunk.start_param_sync()
@@ -64,10 +72,31 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.weights.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     own_digests = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
-    gathered: list[Any] = [None] * groups.zero1.size()
-    dist.all_gather_object(gathered, own_digests, group=groups.zero1)
-    all_digests = set().union(*gathered)
-    is_equal = len(all_digests) == len({shard for shard, _ in all_digests})
-    verdict = torch.tensor([float(is_equal)], device=device)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=groups.model)
-    return bool(verdict.item())
+    all_digests = set().union(*all_gather_object(model[0].groups, own_digests))
+    return len(all_digests) == len({shard for shard, _ in all_digests})
+
+
+def refuse_nonfinite(chunks: Iterable[ShardedChunk], groups: ProcessGroups) -> None:
+    """Raise an error on all ranks of the model if any rank has a final gradient that is NaN or infinite.
+
+    All ranks must call this function.
+
+    Raises:
+        RuntimeError: a final gradient is not finite. The message names the ranks and the parameters.
+    """
+    own_messages: list[str] = []
+    final: list[str] = []
+    for chunk in chunks:
+        if chunk.own_gradients is not None:
+            own_messages += [f"rank {dist.get_rank()}: {text}" for text in chunk.own_gradients.nonfinite_messages()]
+        final += [name for name, rows in chunk.gradient_rows().items() if not torch.isfinite(rows).all()]
+    entries = all_gather_object(groups, (own_messages, final))
+    if not any(final for _, final in entries):
+        return
+    details = nonfinite_text(
+        [text for messages, _ in entries for text in messages], [name for _, final in entries for name in final]
+    )
+    raise RuntimeError(
+        f"layerzero.megatron: gradients are not finite, and no parameter has been updated: {details}. To skip this "
+        "batch, call zero_grad_buffer() of all chunks. To disable the check, pass check_for_nan_in_grad=False to wrap"
+    )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from layerzero.checkpoint import CheckpointError
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import group_count_fields, mesh_group
 from layerzero.device.accelerator import default_device_type
 from layerzero.megatron.versions import version, version_error
 
-__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_on_all_ranks"]
+__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raising_on_all_ranks"]
 
 NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
 
@@ -105,26 +107,38 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
 
 
-def raise_on_all_ranks(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Raise an error on every rank if `failure` is not None on any rank.
+@contextmanager
+def raising_on_all_ranks(what: str, groups: ProcessGroups) -> Iterator[None]:
+    """Context manager. If the body raises an error on any rank, every rank raises an error at the end.
 
-    All ranks of all copies of the model must call this function.
+    All ranks of all copies of the model must enter the context together. A rank whose body fails raises its own error.
+    The other ranks raise an error of the same type, if it is about files, or a RuntimeError.
 
     Args:
         what: name of the operation in the error message.
         groups: process groups of this rank.
-        failure: error of this rank, or None. A rank that passes an error raises this error. The other ranks raise
-            RuntimeError with the text of the error.
     """
-    text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
-    for group in (groups.zero1, groups.model):  # together these groups reach all ranks
-        messages: list[str | None] = [None] * group.size()
-        dist.all_gather_object(messages, text, group=group)
-        text = text or next((message for message in messages if message), None)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the error is sent to the other ranks, and then raised here
+        failure = error
+    kind = type(failure).__name__
+    text = failure and f"{what} failed on rank {dist.get_rank()}: {kind}: {failure}"
+    reports = all_gather_object(groups, (kind, text))
     if failure is not None:
         raise failure
-    if text:
-        raise RuntimeError(text)
+    for kind, text in reports:
+        if text:
+            raise _FILE_ERRORS.get(kind, RuntimeError)(text)
+
+
+_FILE_ERRORS: dict[str, type[Exception]] = {
+    "CheckpointError": CheckpointError,
+    "FileExistsError": FileExistsError,
+    "FileNotFoundError": FileNotFoundError,
+    "PathTakenError": FileExistsError,
+}
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:

@@ -30,7 +30,7 @@ from layerzero.ema import EMA
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_on_all_ranks
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raising_on_all_ranks
 from layerzero.megatron.sharded_model_state import global_params
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -92,9 +92,9 @@ def chained_states(
     """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
-    chain = [[chunk_optimizer._replace(experts=experts) for chunk_optimizer in pairs] for experts in (False, True)]
+    chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
     states = [sharded_states(pairs_of_kind, metadata=metadata, **how) for pairs_of_kind in chain]
-    if not any(chunk_optimizer.groups for chunk_optimizer in chain[1]):  # no experts on this stage
+    if not any(pair.groups for pair in chain[1]):  # no experts on this stage
         return states[0]
     if not (metadata or {}).get("chained_optim_avoid_prefix", False):
         for index, state in enumerate(states):
@@ -116,31 +116,20 @@ def sharded_states(
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
-    common = _CommonState([], set(), False)
-    averaged: int | None = None
-    failure: Exception | None = None
-    try:
+    steps: set[float] = set()
+    with raising_on_all_ranks("the optimizer's sharded_state_dict", groups):
         if kind not in (None, _RESHARDABLE):
             raise NotImplementedError(
                 f"distrib_optim_sharding_type={kind!r} stores buffers of Megatron's distributed optimizer, which "
                 f"layerzero does not have. Use {_RESHARDABLE!r}"
             )
-        for index, chunk_optimizer in enumerate(pairs):
-            tensors |= _sharded_entries(chunk_optimizer, index, metadata, kind, common.steps, is_loading=is_loading)
-        averaged = next(
-            (int(chunk_optimizer.ema.n_averaged) for chunk_optimizer in pairs if chunk_optimizer.ema is not None), None
-        )
-        stores_masters = any(
-            _master_dtype_differs(member)
-            for chunk_optimizer in pairs
-            for member in get_state(chunk_optimizer.chunk).members.values()
-        )
+        for index, pair in enumerate(pairs):
+            tensors |= _sharded_entries(pair, index, metadata, kind, steps, is_loading=is_loading)
+        members = [member for pair in pairs for member in get_state(pair.chunk).members.values()]
         common = _CommonState(
-            _merge_groups([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, stores_masters
+            _merge_groups([pair.groups for pair in pairs]), steps, any(map(_master_dtype_differs, members))
         )
-    except Exception as error:
-        failure = error
-    raise_on_all_ranks("the optimizer's sharded_state_dict", groups, failure)
+    averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
     common = _merge_over_ranks(common, groups.model)
     # See [Note: Formats of the optimizer state].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
@@ -161,29 +150,27 @@ def sharded_states(
 
 
 def _sharded_entries(
-    chunk_optimizer: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+    pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return the entries for each parameter's optimizer state, EMA and master, and add step counts to `steps`.
 
     The keys combine the chunk's index and the parameter's name.
     """
-    _, described = global_params(
-        chunk_optimizer.chunk.module, get_state(chunk_optimizer.chunk).members.values(), metadata
-    )
-    if shared := chunk_optimizer.optimizer.shared_state():
+    _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
+    if shared := pair.optimizer.shared_state():
         raise NotImplementedError(
             f"the optimizer has state under {next(iter(shared))!r}, which is no parameter, so Megatron's format cannot "
             "store it. Use layerzero.megatron.save and load"
         )
-    state = chunk_optimizer.optimizer.state_dict_by_name()["state"]
-    averages = {} if chunk_optimizer.ema is None else chunk_optimizer.ema.state_dict()["averages"]
+    state = pair.optimizer.state_dict_by_name()["state"]
+    averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
-    for group in chunk_optimizer.groups:
-        example_state = state_after_a_step(chunk_optimizer.optimizer.inner, group, _device(chunk_optimizer))[0]
+    for group in pair.groups:
+        example_state = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
         dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
         if not is_loading and group.get("step") is not None:
             steps.add(float(group["step"]))
-        for member in chunk_optimizer.members(group):
+        for member in pair.members(group):
             if is_loading:
                 # Use separate memory, so that a failed load changes nothing.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
@@ -278,28 +265,26 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
     inner = state.get("optimizer", state)
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
-    for index, chunk_optimizer in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
         values = {
             member.name: _found_values(member, tensors.get(_state_key(index, member), {}))
-            for member in _all_members(chunk_optimizer)
+            for member in _all_members(pair)
         }
-        settings = [_saved_settings(group, saved) for group in chunk_optimizer.optimizer.param_groups]
-        for group, saved_settings in zip(chunk_optimizer.optimizer.param_groups, settings, strict=True):
-            _refuse_lost_state(chunk_optimizer, group, saved_settings, values)
-        plans.append((chunk_optimizer, values, settings))
-    for chunk_optimizer, values, settings in plans:
-        _load_average(chunk_optimizer.ema, values, state.get(_AVERAGE, {}))
-        for member in _all_members(chunk_optimizer):
+        settings = [_saved_settings(group, saved) for group in pair.optimizer.param_groups]
+        for group, saved_settings in zip(pair.optimizer.param_groups, settings, strict=True):
+            _refuse_lost_state(pair, group, saved_settings, values)
+        plans.append((pair, values, settings))
+    for pair, values, settings in plans:
+        _load_average(pair.ema, values, state.get(_AVERAGE, {}))
+        for member in _all_members(pair):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
                     member.sharded.copy_(master)
         groups = []
-        for group, saved_settings in zip(chunk_optimizer.optimizer.param_groups, settings, strict=True):
-            names = chunk_optimizer.optimizer.parameter_names(group)
-            example_state, counting = state_after_a_step(
-                chunk_optimizer.optimizer.inner, group, _device(chunk_optimizer)
-            )
+        for group, saved_settings in zip(pair.optimizer.param_groups, settings, strict=True):
+            names = pair.optimizer.parameter_names(group)
+            example_state, counting = state_after_a_step(pair.optimizer.inner, group, _device(pair))
             if step is not None and "step" in example_state:
                 for name in names:
                     values[name]["step"] = _convert_step(example_state["step"], step)
@@ -307,7 +292,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _convert_step(counting["step"], step)
         stepped = values if step != 0 else {}  # Megatron's format stores zeros before the first step
-        chunk_optimizer.optimizer.adopt_state_dict({"state": stepped, "param_groups": groups})
+        pair.optimizer.adopt_state_dict({"state": stepped, "param_groups": groups})
 
 
 def _merge_chained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -358,7 +343,7 @@ def _found_values(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, 
 
 
 def _refuse_lost_state(
-    chunk_optimizer: ChunkOptimizer,
+    pair: ChunkOptimizer,
     group: Mapping[str, Any],
     saved_settings: Mapping[str, Any],
     values: Mapping[str, Mapping[str, Any]],
@@ -367,11 +352,9 @@ def _refuse_lost_state(
 
     State may be missing if the optimizer was built with settings for which it does not store this state.
     """
-    example_state = state_after_a_step(
-        chunk_optimizer.optimizer.inner, {**group, **saved_settings}, _device(chunk_optimizer)
-    )[0]
+    example_state = state_after_a_step(pair.optimizer.inner, {**group, **saved_settings}, _device(pair))[0]
     tensors = {key for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
-    for name in chunk_optimizer.optimizer.parameter_names(group):
+    for name in pair.optimizer.parameter_names(group):
         if missing := sorted(tensors - values[name].keys()):
             changed = {key: value for key, value in saved_settings.items() if group[key] != value}
             raise ValueError(

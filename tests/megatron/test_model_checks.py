@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from layerzero.megatron.weight_checks import params_norm, replicas_agree
+from layerzero.megatron.model_checks import params_norm, replicas_agree
 from tests.support.megatron_ranks import Case, make_ours, megatron, run_step
 from tests.support.ranks import run_ranks
 

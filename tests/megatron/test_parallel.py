@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.engine.hooks import get_state
+from layerzero.megatron.model_checks import replicas_agree
 from layerzero.megatron.parallel_groups import _layout_error
-from layerzero.megatron.weight_checks import replicas_agree
 from tests.support.megatron_compare import assert_same
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run

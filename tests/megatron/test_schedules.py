@@ -303,20 +303,21 @@ def test_context_parallel_ranks_are_data_parallel_ones() -> None:
 def _conditions(rank: int) -> None:
     case = Case(tp=2, zero3_size=2, tied=False)
     with megatron(case):
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate  # noqa: PLC0415
+
         chunks, _ = make_ours(case)
         seen: dict[str, tuple[int, ...]] = {}
 
-        def spared(name: str, parameter: nn.Parameter) -> bool:
+        def spared(parameter: nn.Parameter, name: str) -> bool:
             seen[name] = tuple(parameter.shape)
             return parameter.ndim == 1
 
-        config: Any = optimizer_config(case)
+        overrides = {
+            ParamKey(with_name_predicate=ParamWithNamePredicate("spared", spared)): {"wd_mult": 0.0},
+            ParamKey(name="*output_layer.weight"): {"lr_mult": 0.1},
+        }
         groups = layerzero.megatron.ShardedMegatronOptimizer(
-            chunks,
-            config,
-            no_weight_decay_cond=spared,
-            scale_lr_cond=lambda name, parameter: name.endswith("output_layer.weight"),
-            lr_mult=0.1,
+            chunks, optimizer_config(case), config_overrides=overrides
         ).param_groups
         assert seen["module.decoder.layers.0.mlp.linear_fc1.weight"] == (32, 16)  # this tensor rank's half
         by_settings = {(group["wd_mult"], group["lr_mult"]): len(group["params"]) for group in groups}
@@ -324,7 +325,7 @@ def _conditions(rank: int) -> None:
         assert by_settings == {(0.0, 1.0): vectors, (1.0, 1.0): len(seen) - vectors - 1, (1.0, 0.1): 1}
 
 
-def test_conditions_see_names_and_true_shapes() -> None:
+def test_overrides_see_names_and_true_shapes() -> None:
     run_ranks(_conditions, world_size=4)
 
 
