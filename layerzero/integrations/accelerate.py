@@ -27,7 +27,7 @@ from layerzero.config import Units
 from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.common import Settings, is_sharded
+from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
@@ -68,7 +68,7 @@ class LayerZeroPlugin:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         file = config_file or os.environ.get(CONFIG_VARIABLE)
-        self.settings = Settings.of_all(file, settings, zero3_size=zero3_size, units=units, mp_policy=mp_policy)
+        self.settings = merge_settings(file, settings, zero3_size=zero3_size, units=units, mp_policy=mp_policy)
 
 
 class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
@@ -123,7 +123,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard the model in place. If `evaluation_mode` is True, the model is not sharded."""
         if not evaluation_mode:
-            self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
+            shard(model, self.layerzero_plugin.settings, _DTYPES[self.mixed_precision])
         if is_sharded(model):
             device_placement, evaluation_mode = False, True
         # Accelerate does everything except wrapping: autocast, outputs in fp32, the list of models.
@@ -160,9 +160,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         for prepared in self._optimizers:
             if isinstance(prepared.optimizer, ShardedOptimizer):
                 continue
-            first_param = next((p for group in prepared.param_groups for p in group["params"]), None)
-            model = next((model for model in self._sharded_models if _is_managed_by(model, first_param)), None)
-            if model is not None:
+            if (model := model_of(prepared, self._models)) is not None:
                 sharded = shard_optimizer(prepared.optimizer, model)
                 prepared.__init__(
                     sharded, device_placement=False, scaler=prepared.scaler
@@ -291,7 +289,3 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         finally:
             self._models, self._optimizers = models, optimizers
             setattr(self, hooks, registered)
-
-
-def _is_managed_by(model: nn.Module, parameter: Tensor | None) -> bool:
-    return parameter is not None and get_state(model).parameters.managed_param(parameter) is not None

@@ -10,14 +10,12 @@ from typing import Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero import checkpoint
-from layerzero.config import Units
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
+from layerzero.integrations.common import StrategyMixin, is_sharded, model_of
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
@@ -27,13 +25,10 @@ __all__ = ["FabricStrategy"]
 FILE = "fabric.ckpt"  # Fabric's own file in the checkpoint folder; it contains no state of sharded optimizers
 
 
-class FabricStrategy(DDPStrategy):  # type: ignore[misc]
+class FabricStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
     """Fabric's DDP strategy with modules sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
-    Args:
-        zero3_size, units, mp_policy, config_file, settings: as for
-            :class:`layerzero.integrations.lightning.LayerZeroStrategy`.
-        kwargs: arguments of ``DDPStrategy`` that are not for DDP itself: `process_group_backend`, `timeout`, ...
+    The arguments are those of :class:`layerzero.integrations.lightning.LayerZeroStrategy`.
 
     Example::
 
@@ -41,36 +36,21 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         model, optimizer = fabric.setup(model, optimizer)
     """
 
-    def __init__(
-        self,
-        zero3_size: int | None = None,
-        units: Units = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        config_file: str | os.PathLike[str] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        if self._ddp_kwargs:
-            raise ValueError(
-                f"arguments of DistributedDataParallel are not supported. Leave them out: {sorted(self._ddp_kwargs)}"
-            )
-        arguments = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of_all(config_file, settings, **arguments)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._backward_sync_control = _NoSync()
         self._sharded: list[nn.Module] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place and return it."""
-        compute = lightning_dtype(self.precision.precision)
-        self._sharded.append(self._settings.shard(module, compute, node_size=self.num_processes))
+        self._shard(module, self.precision.precision)
+        self._sharded.append(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer, sharded if it holds parameters of a sharded module."""
-        first_param = optimizer.param_groups[0]["params"][0]
-        owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(first_param) is not None), None)
-        return optimizer if owner is None else shard_optimizer(optimizer, owner)
+        model = model_of(optimizer, self._sharded)
+        return optimizer if model is None else shard_optimizer(optimizer, model)
 
     def clip_gradients_norm(
         self,

@@ -13,13 +13,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
 from layerzero.checkpoint import save as save_sharded
-from layerzero.config import Units
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
+from layerzero.integrations.common import StrategyMixin, is_sharded
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
 from layerzero.sharding.module_methods import no_sync
 
@@ -28,7 +26,7 @@ __all__ = ["LayerZeroStrategy"]
 FILE = "lightning.ckpt"  # Lightning's own file in the checkpoint folder; it contains no state of optimizers
 
 
-class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
+class LayerZeroStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
     """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
@@ -50,24 +48,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     optimizers: Any  # Lightning defines both as properties
     model: Any
 
-    def __init__(
-        self,
-        zero3_size: int | None = None,
-        units: Units = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        config_file: str | os.PathLike[str] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        if self._ddp_kwargs or self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
-            raise ValueError(
-                "arguments and communication hooks of DistributedDataParallel are not supported. Leave them out: "
-                f"{sorted(self._ddp_kwargs)}"
-            )
-        arguments = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of_all(config_file, settings, **arguments)
-        self._restored = False  # True after load_checkpoint has loaded the module and its optimizers
+    _restored = False  # True after load_checkpoint has loaded the module and its optimizers
 
     @property
     def _module(self) -> nn.Module:
@@ -83,11 +64,10 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
             return
         self.accelerator.setup(trainer)
         if not is_sharded(self._module):
-            compute = lightning_dtype(self.precision_plugin.precision)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.precision_plugin.convert_module(self._module)
-            self._settings.shard(self._module, compute, node_size=self.num_processes)
+            self._shard(self._module, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

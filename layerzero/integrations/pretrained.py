@@ -15,10 +15,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from layerzero import checkpoint
-from layerzero.config import AUTO
-from layerzero.integrations.common import register_generate
-from layerzero.sharding.shard_model import shard_model
-from layerzero.sharding.unit_selection import block_classes
+from layerzero.integrations.common import shard
 
 __all__ = ["from_pretrained"]
 
@@ -56,12 +53,11 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
             model._init_weights(module)
 
     # All ranks read the same files, so they need no broadcast.
-    defaults = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}
-    shard_model(model, **defaults | settings, param_init_fn=init_missing_buffers)
+    shard(model, {"sync_module_states": False, **settings, "param_init_fn": init_missing_buffers})
     checkpoint.load_safetensors(folder, model, rename=_rename_function(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return register_generate(model).eval()
+    return model.eval()
 
 
 def _rename_function(model: Any) -> Callable[[str], str]:

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero.engine.hooks import get_state
-from layerzero.integrations.common import Settings, is_sharded
+from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
 
@@ -124,7 +124,7 @@ def parallelize(
         "param_init_fn": lambda module: None,  # torchtitan initializes afterwards, with equal values on all ranks
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
-    return Settings({**given_settings, **derived}).shard(model)
+    return shard(model, {**given_settings, **derived})
 
 
 _NOT_HERE = {
@@ -141,7 +141,7 @@ _NOT_HERE = {
 
 
 def _read_settings(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
-    values = dict(Settings.of(config_file, **settings).given)
+    values = merge_settings(config_file, **settings)
     if names := sorted(_NOT_HERE.keys() & values.keys()):
         raise ValueError(f"{names[0]} is not supported with torchtitan: {_NOT_HERE[names[0]]}. Leave it out")
     return values
@@ -245,12 +245,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         self.param_groups.clear()  # the contained optimizers step the parameters
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        # Each optimizer belongs to one model part, which is sharded completely, so one parameter identifies the part.
-        first_param = optimizer.param_groups[0]["params"][0]
-        owner = next(
-            (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(first_param)), None
-        )
-        return optimizer if owner is None else shard_optimizer(optimizer, owner)
+        model = model_of(optimizer, self.model_parts)
+        return optimizer if model is None else shard_optimizer(optimizer, model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this method.

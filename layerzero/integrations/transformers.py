@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from layerzero import checkpoint
-from layerzero.full_state import full_state_dict, load_full_state_dict
+from layerzero.full_state import full_state_dict
 from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
 from layerzero.integrations.common import is_sharded
 from layerzero.integrations.pretrained import from_pretrained
@@ -109,18 +107,6 @@ class LayerZeroMixin:
             state_dict = _state_to_save(self.model, rank0_only=not self.args.save_on_each_node)
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if is_sharded(self.model) and _is_peft(self.model):
-            _load_adapters(self.model, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        if is_sharded(self.model) and _is_peft(self.model):
-            _load_adapters(self.model, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()  # type: ignore[misc]
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
@@ -162,51 +148,24 @@ def _plugin(
     return LayerZeroPlugin(config_file=source)
 
 
-def _adapter_tensor_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """Return names of the entries that PEFT saves for each adapter, as ``{adapter: {PEFT's name: name in state}}``."""
-    from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
-
-    name_of = {id(value): name for name, value in state.items()}
-    names: dict[str, dict[str, str]] = {}
-    for adapter in cast(Any, model).peft_config:
-        saved = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
-        if computed := [key for key, value in saved.items() if id(value) not in name_of]:
-            raise ValueError(
-                f"adapter {adapter!r} saves {computed[0]!r}, which PEFT computes and the state dict of the model does "
-                "not contain. Save and load the adapter inside layerzero.unsharded(model)"
-            )
-        names[adapter] = {key: name_of[id(value)] for key, value in saved.items()}
-    return names
-
-
 def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
     """Return the full tensors that ``save_pretrained`` needs. For a PEFT model, these are the adapters' tensors."""
     if not _is_peft(model):
         return full_state_dict(model, rank0_only=rank0_only)
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
+
     state = model.state_dict()
-    saved_names = {name for names in _adapter_tensor_names(model, state).values() for name in names.values()}
-    full = (
-        (name, getattr(value, "full_tensor", value.clone)()) for name, value in state.items() if name in saved_names
-    )
+    saved: dict[int, str] = {}  # PEFT's name of each tensor that it saves, by id
+    for adapter in cast(Any, model).peft_config:
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
+        saved |= {id(value): name for name, value in tensors.items()}
+    if computed := saved.keys() - {id(value) for value in state.values()}:
+        raise ValueError(
+            f"an adapter saves {saved[computed.pop()]!r}, which PEFT computes and the state dict of the model does not "
+            "contain. Save the adapter inside layerzero.unsharded(model)"
+        )
+    full = ((name, getattr(value, "full_tensor", value.clone)()) for name, value in state.items() if id(value) in saved)
     return {name: value.cpu() for name, value in full}
-
-
-def _load_adapters(model: nn.Module, folder: str) -> None:
-    """Load adapters that ``save_pretrained`` wrote.
-
-    PEFT's own loading is not used, because it would shard the tensors in the layout of torch's DTensors.
-    """
-    state: dict[str, Tensor] = {}
-    for adapter, names in _adapter_tensor_names(model, model.state_dict()).items():
-        path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
-        saved = load_file(path)
-        if saved.keys() != names.keys():
-            differing = sorted(saved.keys() ^ names.keys())
-            raise ValueError(
-                f"{path} does not match adapter {adapter!r}: {', '.join(differing)} are only in one of them"
-            )
-        state |= {names[key]: value for key, value in saved.items()}
-    load_full_state_dict(model, state, strict=False)
 
 
 def _is_peft(model: nn.Module) -> bool:

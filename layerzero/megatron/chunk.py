@@ -25,7 +25,8 @@ class ShardedChunk(nn.Module):
 
     :func:`layerzero.megatron.wrap` creates the chunk. The chunk is the root of the sharded model. Therefore, pass the
     chunk to ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and ``layerzero.full_state_dict``. The
-    parameters have the same names as in Megatron's own wrapper.
+    parameters have the same names as in Megatron's own wrapper. The chunk has no ``ddp_config``, so that Megatron's own
+    ``finalize_model_grads``, which would leave gradients of tied embeddings unsummed, raises an error.
 
     Attributes:
         module: Megatron's model.
@@ -44,14 +45,6 @@ class ShardedChunk(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "ddp_config":  # Megatron's finalize_model_grads reads this attribute
-            raise AttributeError(
-                "a ShardedChunk has no ddp_config, because Megatron's functions cannot finalize sharded gradients. Do "
-                "not change config.finalize_model_grads_func after layerzero.megatron.wrap"
-            )
-        return super().__getattr__(name)
 
     # Gradients
 

@@ -33,8 +33,7 @@ from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.ema import EMA
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.expert_names import expert_names_of
-from layerzero.megatron.global_layout import global_layout_of
+from layerzero.megatron.global_names import expert_names_of, global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raising_on_all_ranks
 
@@ -111,6 +110,7 @@ def load(
     parts = [folder / _part_name(groups, index) for index in range(len(model_chunks))]
     with raising_on_all_ranks(_LOAD, groups):
         experts = [expert_names_of(chunk) for chunk in model_chunks]
+    with raising_on_all_ranks(_LOAD, groups):
         if not (folder / _MARKER).exists():
             raise FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
         if missing := [part.name for part in parts if not part.exists()]:

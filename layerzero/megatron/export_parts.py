@@ -18,7 +18,7 @@ from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, o
 from layerzero.checkpoint.json_codec import StoredTensor
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
-from layerzero.megatron.global_layout import layer_of, module_name
+from layerzero.megatron.global_names import layer_of, module_name
 
 __all__ = ["export_parts", "is_megatron_checkpoint"]
 

@@ -274,51 +274,22 @@ class ShardedMegatronOptimizer:
                 chunk.load_state_dict(state_dict[name])
             refresh(chunk)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's rows of the optimizer state and the EMA, and the loss scale.
-
-        The optimizer state is a list with one dict per chunk. Each dict is keyed by parameter name.
-        """
-        state: dict[str, Any] = {"optimizer": [o and o.state_dict_by_name() for o in self.sharded]}
-        if self.grad_scaler is not None:
-            state["grad_scaler"] = self.grad_scaler.state_dict()
-        if any(self.emas):
-            state["ema"] = [ema and ema.state_dict() for ema in self.emas]
-        return state
-
     def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
-        """Load the optimizer state.
+        """Load the optimizer state. Load the model first.
 
         Args:
-            state_dict: result of :meth:`state_dict` on the same ranks with the same `zero3_size`, or result of
-                ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`. In the latter case, load the
-                model first.
+            state_dict: result of ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`.
 
         Raises:
             ValueError: the state does not match the optimizer.
         """
-        saved = state_dict.get("optimizer")
-        if not isinstance(saved, list):
-            from layerzero.megatron.sharded_optimizer_state import load_states  # noqa: PLC0415
+        from layerzero.megatron.sharded_optimizer_state import load_states  # noqa: PLC0415
 
-            load_states(self._chunk_optimizers(), state_dict)
-            self.load_scale(state_dict.get(0, state_dict).get("grad_scaler"))
-            return
-        if len(saved) != len(self.sharded):
-            raise ValueError(
-                f"the state has {len(saved)} model chunks, but the optimizer has {len(self.sharded)}. Use the pipeline "
-                "layout of the save"
-            )
-        for optimizer, values in zip(self.sharded, saved, strict=True):
-            if optimizer is not None:
-                optimizer.load_state_dict(values)
-        self.load_scale(state_dict.get("grad_scaler"))
-        for ema, average in zip(self.emas, state_dict.get("ema", []), strict=False):
-            if ema is not None and average is not None:
-                ema.load_state_dict(average)
+        load_states(self._chunk_optimizers(), state_dict)
+        self.load_scale(state_dict.get(0, state_dict).get("grad_scaler"))
 
     def load_scale(self, state: Mapping[str, Any] | None) -> None:
-        """Load the loss scale from the entry ``"grad_scaler"`` of a :meth:`state_dict`."""
+        """Load the loss scale from the entry ``"grad_scaler"`` of a checkpoint."""
         if self.grad_scaler is not None and state is not None:
             self.grad_scaler.load_state_dict(state)
 

@@ -51,7 +51,7 @@ class ProcessGroups:
         return dist.get_rank(self.pipeline) == 0
 
 
-def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
+def process_groups(zero3_size: int) -> ProcessGroups:
     """Return the process groups of this rank.
 
     All ranks must call this function, after Megatron has created its own groups.
@@ -61,8 +61,6 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
             Context-parallel ranks are included, but tensor-parallel and pipeline-parallel ranks are not. The value 1
             means ZeRO-1. To keep the ZeRO-3 group inside a node, use at most the number of ranks per node divided by
             the tensor-parallel size.
-        pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
-            parallelism, `expt_dp`). By default, the groups in ``megatron.core.parallel_state`` are used.
 
     Raises:
         TypeError: `zero3_size` is not an int.
@@ -71,21 +69,13 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
             data-parallel ranks; or the arguments differ between ranks.
         RuntimeError: the version of Megatron-Core is not supported; the message names the supported versions.
     """
-    if pg_collection is None:
-        from megatron.core import parallel_state  # noqa: PLC0415
+    from megatron.core import parallel_state  # noqa: PLC0415
 
-        zero1 = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tensor = parallel_state.get_tensor_model_parallel_group()
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        model = parallel_state.get_model_parallel_group()
-        embedding = parallel_state.get_embedding_group(check_initialized=False)
-        experts = parallel_state.get_expert_data_parallel_group()
-    else:
-        zero1, tensor, pipeline = pg_collection.dp_cp, pg_collection.tp, pg_collection.pp
-        model, embedding = pg_collection.mp, pg_collection.embd
-        experts = getattr(pg_collection, "expt_dp", None)
+    zero1 = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    experts = parallel_state.get_expert_data_parallel_group()
     ranks = sorted(dist.get_process_group_ranks(zero1))
-    expert_ranks = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
+    expert_ranks = sorted(dist.get_process_group_ranks(experts))
     failure = version_error() or _layout_error(zero3_size, ranks, expert_ranks)
     fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
@@ -103,8 +93,16 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         expert_zero3 = mesh_group(expert_zero3_ranks, like=experts, device_type=device_type)
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
-    expert_zero1 = None if expert_zero3 is None else experts
-    return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
+    return ProcessGroups(
+        zero1=zero1,
+        zero3=zero3,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        model=parallel_state.get_model_parallel_group(),
+        embedding=embedding,
+        expert_zero1=None if expert_zero3 is None else experts,
+        expert_zero3=expert_zero3,
+    )
 
 
 @contextmanager

@@ -261,59 +261,27 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
     All checks run before any tensor is changed.
     """
-    state = _merge_chained(state)
-    inner = state.get("optimizer", state)
-    saved, step = inner["param_groups"], _common_step(inner)
+    parts = [state[index] for index in sorted(state)] if 0 in state else [state]  # of chained optimizers, or of one
+    inner = [part.get("optimizer", part) for part in parts]
+    saved = [group for each in inner for group in each["param_groups"]]
+    tensors = {name: values for part in parts for name, values in part.get(_TENSORS, {}).items()}
+    step = _common_step(inner)
     plans = []
     for index, pair in enumerate(pairs):
-        tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
         values = {
             member.name: _found_values(member, tensors.get(_state_key(index, member), {}))
             for member in _all_members(pair)
         }
-        settings = [_saved_settings(group, saved) for group in pair.optimizer.param_groups]
-        for group, saved_settings in zip(pair.optimizer.param_groups, settings, strict=True):
-            _refuse_lost_state(pair, group, saved_settings, values)
-        plans.append((pair, values, settings))
-    for pair, values, settings in plans:
-        _load_average(pair.ema, values, state.get(_AVERAGE, {}))
+        groups = [_loaded_group(pair, group, saved, step, values) for group in pair.optimizer.param_groups]
+        plans.append((pair, values, groups))
+    for pair, values, groups in plans:
+        _load_average(pair.ema, values, parts[0].get(_AVERAGE, {}))
         for member in _all_members(pair):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
                     member.sharded.copy_(master)
-        groups = []
-        for group, saved_settings in zip(pair.optimizer.param_groups, settings, strict=True):
-            names = pair.optimizer.parameter_names(group)
-            example_state, counting = state_after_a_step(pair.optimizer.inner, group, _device(pair))
-            if step is not None and "step" in example_state:
-                for name in names:
-                    values[name]["step"] = _convert_step(example_state["step"], step)
-            groups.append({**group, **saved_settings, "params": names})
-            if step is not None and "step" in counting:
-                groups[-1]["step"] = _convert_step(counting["step"], step)
         stepped = values if step != 0 else {}  # Megatron's format stores zeros before the first step
         pair.optimizer.adopt_state_dict({"state": stepped, "param_groups": groups})
-
-
-def _merge_chained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the merged state of two chained optimizers. The state of a single optimizer is returned unchanged."""
-    if 0 not in state:
-        return state
-    parts = [state[index] for index in sorted(state)]
-    inner = [part.get("optimizer", part) for part in parts]
-    steps = {step for part_state in inner if (step := _common_step(part_state)) is not None}
-    if len(steps) > 1:
-        raise ValueError(
-            f"the checkpoint has different step counts for experts and other parameters, {sorted(steps)}, but "
-            "layerzero needs one step count"
-        )
-    merged = {
-        "state": {"common_step": steps.pop()} if steps else {},
-        "param_groups": [group for part_state in inner for group in part_state["param_groups"]],
-    }
-    others = {key: value for key, value in parts[0].items() if key not in ("state", "param_groups")}
-    tensors = {name: values for part in parts for name, values in part.get(_TENSORS, {}).items()}
-    return {**others, "optimizer": merged, _TENSORS: tensors}
 
 
 def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average_state: Mapping[str, Any]) -> None:
@@ -342,31 +310,43 @@ def _found_values(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, 
     return dict(values)
 
 
-def _refuse_lost_state(
+def _loaded_group(
     pair: ChunkOptimizer,
     group: Mapping[str, Any],
-    saved_settings: Mapping[str, Any],
-    values: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Raise ValueError if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
+    saved: Sequence[Mapping[str, Any]],
+    step: float | None,
+    values: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a parameter group with the settings of the checkpoint, and add the step count to `values`.
 
-    State may be missing if the optimizer was built with settings for which it does not store this state.
+    Raises:
+        ValueError: the settings of the checkpoint need state that `values` lacks, such as momentum buffers. State may
+            be missing if the optimizer was built with settings for which it does not store this state.
     """
-    example_state = state_after_a_step(pair.optimizer.inner, {**group, **saved_settings}, _device(pair))[0]
+    settings = _saved_settings(group, saved)
+    names = pair.optimizer.parameter_names(group)
+    example_state, counting = state_after_a_step(pair.optimizer.inner, {**group, **settings}, _device(pair))
     tensors = {key for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
-    for name in pair.optimizer.parameter_names(group):
+    for name in names:
         if missing := sorted(tensors - values[name].keys()):
-            changed = {key: value for key, value in saved_settings.items() if group[key] != value}
+            changed = {key: value for key, value in settings.items() if group[key] != value}
             raise ValueError(
                 f"the settings of the checkpoint need {', '.join(missing)} of {name!r}, which the optimizer does not "
                 f"store with its current settings. Build the optimizer with the settings of the checkpoint: {changed}"
             )
+        if step is not None and "step" in example_state:
+            values[name]["step"] = _convert_step(example_state["step"], step)
+    loaded = {**group, **settings, "params": names}
+    if step is not None and "step" in counting:
+        loaded["step"] = _convert_step(counting["step"], step)
+    return loaded
 
 
-def _common_step(inner: Mapping[str, Any]) -> float | None:
-    counts = {float(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
-    if (common_step := inner.get("state", {}).get("common_step")) is not None:
-        counts.add(float(common_step))
+def _common_step(inner: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the step count in the states of one or several chained optimizers; None if they have none."""
+    counts = {float(group["step"]) for each in inner for group in each["param_groups"] if group.get("step") is not None}
+    common = [each.get("state", {}).get("common_step") for each in inner]
+    counts |= {float(count) for count in common if count is not None}
     if len(counts) > 1:
         raise ValueError(
             f"the parameter groups of the checkpoint have different step counts, {sorted(counts)}, but layerzero needs "
@@ -377,11 +357,19 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
 
 def _saved_settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the saved settings for `group`, taken from the saved group with the same identity."""
-    matching = [other for other in saved if _group_identity(other) == _group_identity(group)]
+    matching = [
+        {key: value for key, value in other.items() if key in group and key not in ("params", "step", *_HOW)}
+        for other in saved
+        if _group_identity(other) == _group_identity(group)
+    ]
+    identity = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
     if not matching:
-        identity = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
         raise ValueError(f"the checkpoint has no parameter group with {identity}. Build the optimizer as for the save")
-    return {key: value for key, value in matching[0].items() if key in group and key not in ("params", "step", *_HOW)}
+    if any(settings != matching[0] for settings in matching):
+        raise ValueError(
+            f"the checkpoint has parameter groups with {identity}, but different settings. Load only the model"
+        )
+    return matching[0]
 
 
 _HOW = ("foreach", "fused", "capturable")  # settings that select an implementation; a load does not change them

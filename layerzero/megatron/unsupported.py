@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,25 +17,22 @@ class _Rule(NamedTuple):
     """Setting that is not supported.
 
     Attributes:
-        name: attribute of Megatron's arguments, of its TransformerConfig, or of both.
+        name: attribute of Megatron's arguments, of its TransformerConfig, or of both. It may be missing.
         why: reason and remedy, as the rest of a sentence that begins with the setting.
-        is_set: function of the arguments or config. By default, the setting is refused if its value is true.
+        supported: values that are supported. If None, these are all values that are false.
     """
 
     name: str
     why: str
-    is_set: Callable[[Any], Any] | None = None
+    supported: tuple[object, ...] | None = None
 
-
-def _is_larger_than_1(name: str) -> Callable[[Any], bool]:
-    return lambda config: (getattr(config, name, None) or 1) > 1
-
-
-def _saves_or_loads(args: Any) -> bool:
-    return bool(args.save or args.load)
+    def is_broken(self, holder: Any) -> bool:
+        value = getattr(holder, self.name, None)
+        return bool(value) if self.supported is None else value is not None and value not in self.supported
 
 
 _LATE_GRADIENTS = "computes gradients after the backward of their layer; leave it out"
+_ROUTER_BIAS = "updates a bias of the routers together with the gradients"
 _TRANSFORMER_ENGINE = "stores the experts of a rank in one tensor of Transformer Engine; leave it out"
 _SHARDS_WEIGHTS = (
     "shards the weights a second time, as does --tensor-parallel-num-weight-shards; leave it out, and use zero3_size"
@@ -51,29 +47,23 @@ _MODEL = (
     _Rule("delay_wgrad_compute", _LATE_GRADIENTS),
     _Rule("overlap_dispatch_backward_with_experts_wgrad", _LATE_GRADIENTS),
     _Rule("overlap_moe_expert_parallel_comm", "calls parts of layers separately; leave it out"),
-    _Rule("moe_router_enable_expert_bias", "updates a bias of the routers together with the gradients; leave it out"),
-    _Rule(
-        "moe_router_load_balancing_type",
-        "quantile_balancing updates a bias of the routers together with the gradients; use aux_loss or sinkhorn",
-        lambda config: "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()),
-    ),
+    _Rule("moe_router_enable_expert_bias", f"{_ROUTER_BIAS}; leave it out"),
     _Rule("moe_expert_rank_capacity_factor", "repeats a step if experts get too many tokens; leave it out"),
     _Rule("moe_single_grouped_weight", _TRANSFORMER_ENGINE),
     _Rule("moe_single_grouped_bias", _TRANSFORMER_ENGINE),
     _Rule("flextron", "sums gradients of its routers over pipeline stages; leave it out"),
-    _Rule("gtp_weight_remat_size", _SHARDS_WEIGHTS, _is_larger_than_1("gtp_weight_remat_size")),
-    _Rule("expert_gtp_weight_remat_size", _SHARDS_WEIGHTS, _is_larger_than_1("expert_gtp_weight_remat_size")),
+    _Rule("gtp_weight_remat_size", _SHARDS_WEIGHTS, (0, 1)),
+    _Rule("expert_gtp_weight_remat_size", _SHARDS_WEIGHTS, (0, 1)),
     _Rule("fp8", _QUANTIZES),
     _Rule("fp4", _QUANTIZES),
     _Rule(
         "cuda_graph_impl",
         "records the addresses of weights, which layerzero frees and allocates again; use none",
-        lambda config: getattr(config, "cuda_graph_impl", None) not in ("none", None),
+        ("none",),
     ),
 )
 
 _WRAPPER = "shards the model as well; leave it out"
-_OPTIMIZER = "configures Megatron's optimizer; leave it out"
 _FULL_WEIGHTS = "needs full weights, but a rank stores only some rows; leave it out"
 _HOOKS = "searches the output layer inside Megatron's own wrapper; leave it out"
 
@@ -81,35 +71,11 @@ _HOOKS = "searches the output layer inside Megatron's own wrapper; leave it out"
 _LOOP = (
     _Rule("use_torch_fsdp2", _WRAPPER),
     _Rule("use_megatron_fsdp", _WRAPPER),
-    _Rule(
-        "optimizer",
-        "is not tested in Megatron's loop; use adam or sgd",
-        lambda args: args.optimizer not in ("adam", "sgd"),
-    ),
-    _Rule(
-        "use_distributed_optimizer",
-        "saves buffers that layerzero does not have; add --dist-ckpt-optim-fully-reshardable",
-        lambda args: (
-            _saves_or_loads(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable
-        ),
-    ),
-    _Rule(
-        "ckpt_format",
-        "cannot store shards; use torch_dist",
-        lambda args: _saves_or_loads(args) and args.ckpt_format != "torch_dist",
-    ),
+    _Rule("optimizer", "is not tested in Megatron's loop; use adam or sgd", ("adam", "sgd")),
     _Rule("ckpt_convert_format", "cannot store shards; convert without layerzero"),
-    _Rule(
-        "non_persistent_ckpt_type",
-        "stores the state of a node in a separate format; use global",
-        lambda args: args.non_persistent_ckpt_type in ("local", "in_memory"),
-    ),
-    _Rule("overlap_param_gather_with_optimizer_step", _OPTIMIZER),
-    _Rule(
-        "num_distributed_optimizer_instances",
-        "is replaced by zero3_size of --layerzero-config; leave it out",
-        _is_larger_than_1("num_distributed_optimizer_instances"),
-    ),
+    _Rule("non_persistent_ckpt_type", "stores the state of a node in a separate format; use global", ("global",)),
+    _Rule("overlap_param_gather_with_optimizer_step", "configures Megatron's optimizer; leave it out"),
+    _Rule("num_distributed_optimizer_instances", "is replaced by zero3_size of --layerzero-config; leave it out", (1,)),
     _Rule("optimizer_cpu_offload", "configures Megatron's optimizer; use the offloads of --layerzero-config"),
     _Rule("use_precision_aware_optimizer", "rounds optimizer states, which layerzero stores in fp32; leave it out"),
     _Rule("grad_reduce_in_bf16", "is replaced by reduce_dtype of --layerzero-config; leave it out"),
@@ -134,17 +100,34 @@ def refuse_flags(args: Any) -> None:
     """Raise ValueError if a flag of Megatron-LM is not supported. The message lists all such flags."""
     refused = [
         f"--{_FLAG_NAMES.get(rule.name, rule.name.replace('_', '-'))} {rule.why}"
-        for rule in _broken_rules((*_LOOP, *_MODEL), args)
+        for rule in (*_LOOP, *_MODEL)
+        if rule.is_broken(args)
     ]
+    if args.save or args.load:
+        if args.ckpt_format != "torch_dist":
+            refused.append("--ckpt-format cannot store shards; use torch_dist")
+        if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+            refused.append(
+                "--use-distributed-optimizer saves buffers that layerzero does not have; add "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+    if _balances_quantiles(args):
+        refused.append(f"--moe-router-load-balancing-type quantile_balancing {_ROUTER_BIAS}; use aux_loss or sinkhorn")
     if refused:
         raise ValueError(f"not supported with layerzero: {'; '.join(refused)}")
 
 
 def refuse_model(module: nn.Module, config: Any) -> None:
     """Raise ValueError if a setting in a model's TransformerConfig, or a parameter of the model, is not supported."""
-    for rule in _broken_rules(_MODEL, config):
-        value = getattr(config, rule.name)
-        raise ValueError(f"layerzero.megatron does not support config.{rule.name}={value!r}, which {rule.why}")
+    for rule in _MODEL:
+        if rule.is_broken(config):
+            value = getattr(config, rule.name)
+            raise ValueError(f"layerzero.megatron does not support config.{rule.name}={value!r}, which {rule.why}")
+    if _balances_quantiles(config):
+        raise ValueError(
+            "layerzero.megatron does not support config.moe_router_load_balancing_type='quantile_balancing', which "
+            f"{_ROUTER_BIAS}; use aux_loss or sinkhorn"
+        )
     if getattr(config, "num_moe_experts", None):
         size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
         if size not in (None, tensor_size):  # Megatron 0.16 does not mark such parameters, and their copies diverge
@@ -161,10 +144,8 @@ def refuse_model(module: nn.Module, config: Any) -> None:
             )
 
 
-def _broken_rules(rules: Sequence[_Rule], holder: Any) -> Iterator[_Rule]:
-    for rule in rules:
-        if rule.is_set(holder) if rule.is_set is not None else getattr(holder, rule.name, None):
-            yield rule
+def _balances_quantiles(holder: Any) -> bool:
+    return "quantile_balancing" in (getattr(holder, "moe_router_load_balancing_type", None) or ())
 
 
 def refuse_fusion(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,9 +14,6 @@ import layerzero.megatron
 from layerzero.engine.hooks import get_state
 from tests.support.megatron_ranks import HIDDEN, Case, make_chunks, make_config, megatron
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 CASE = Case(tp=1, pp=1, zero3_size=2, layers=2)
 

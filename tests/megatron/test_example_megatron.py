@@ -5,19 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_megatron
 
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 ARGS = ["--steps", "8", "--seq-len", "16", "--width", "32", "--layers", "2", "--batch-size", "2"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,25 +19,18 @@ import layerzero.megatron
 from layerzero.checkpoint.whole_model_files import inspect
 from layerzero.cli import app
 from layerzero.megatron import chunk_checkpoint
-from layerzero.megatron.expert_names import expert_names_of
+from layerzero.megatron.global_names import expert_names_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import (
     Case,
-    make_chunks,
-    make_config,
     make_ours,
     make_scheduler,
     megatron,
-    optimizer_config,
     train,
     whole_weights,
 )
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
-
 
 # Metadata that Megatron-LM passes: each expert has its own name, so other expert-parallel sizes can load it.
 METADATA = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}
@@ -95,23 +87,6 @@ class Shared(nn.Module):
 Change = Callable[[Any], nn.Module]
 
 
-def _averaging(case: Case, change: Change | None = None) -> tuple[list[Any], Any]:
-    """Return model chunks and an optimizer with weight averages.
-
-    Args:
-        change: maps the experts of a layer to their replacement.
-    """
-    config = make_config(case)
-    modules = make_chunks(case, config)
-    layers = [m for chunk in modules for m in chunk.modules() if hasattr(m, "local_expert_indices")]
-    for layer in layers if change is not None else ():
-        layer.experts = change(layer.experts)
-    chunks = layerzero.megatron.wrap(modules, config, zero3_size=case.zero3_size)
-    optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), ema_decay=0.5)
-    config.grad_scale_func = optimizer.scale_loss
-    return chunks, optimizer
-
-
 def _all_of(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
     """Return the full weights, optimizer states and averages."""
     found: dict[str, Tensor] = {}
@@ -128,7 +103,7 @@ def _all_of(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
 
 def _save_and_go_on(rank: int, folder: str, case: Case) -> tuple[Any, dict[str, Tensor]]:
     with megatron(case), SequenceParallelNorm.used():
-        chunks, optimizer = _averaging(case)
+        chunks, optimizer = make_ours(case, ema_decay=0.5)
         scheduler = make_scheduler(optimizer)
         train(case, chunks, optimizer, scheduler, range(2))
         layerzero.megatron.save(folder, chunks, optimizer, {"scheduler": scheduler.state_dict(), "step": 2})
@@ -138,7 +113,7 @@ def _save_and_go_on(rank: int, folder: str, case: Case) -> tuple[Any, dict[str, 
 
 def _go_on(rank: int, folder: str, case: Case) -> tuple[Any, dict[str, Tensor]]:
     with megatron(case), SequenceParallelNorm.used():
-        chunks, optimizer = _averaging(case)
+        chunks, optimizer = make_ours(case, ema_decay=0.5)
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
             parameter.data.zero_()  # values that are not loaded stay visible
         scheduler = make_scheduler(optimizer)
@@ -214,7 +189,7 @@ def _by_number(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
 
 def _save(rank: int, folder: str, case: Case, change: Change | None = None) -> dict[str, Tensor]:
     with megatron(case):
-        chunks, optimizer = _averaging(case, change)
+        chunks, optimizer = make_ours(case, change=change, ema_decay=0.5)
         train(case, chunks, optimizer, make_scheduler(optimizer), range(2))
         layerzero.megatron.save(folder, chunks, optimizer)
         return _by_number(chunks, optimizer)
@@ -222,7 +197,7 @@ def _save(rank: int, folder: str, case: Case, change: Change | None = None) -> d
 
 def _load(rank: int, folder: str, case: Case, change: Change | None = None) -> dict[str, Tensor]:
     with megatron(case):
-        chunks, optimizer = _averaging(case, change)
+        chunks, optimizer = make_ours(case, change=change, ema_decay=0.5)
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
             parameter.data.zero_()
         layerzero.megatron.load(folder, chunks, optimizer)
@@ -312,7 +287,7 @@ def _misfits(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=r"unexpected: decoder.*local_experts\.[4-7]") as caught:
             layerzero.megatron.load(f"{folder}/more", smaller, None)
         assert "missing" not in str(caught.value)
-        shared, _ = _averaging(more, Shared)
+        shared, _ = make_ours(more, change=Shared)
         for call in (layerzero.megatron.save, layerzero.megatron.load):
             with pytest.raises(
                 ValueError, match=r"mlp.experts.weight1', because its name does not contain the index of its expert"

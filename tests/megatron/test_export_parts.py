@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +18,14 @@ from layerzero.megatron.export_parts import export_parts
 from tests.support.megatron_checkpoints import load, save
 from tests.support.megatron_ranks import (
     Case,
-    make_chunks,
     make_config,
     make_ours,
     make_scheduler,
     megatron,
-    optimizer_config,
     run_step,
     whole_weights,
 )
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 GATED = (("gated_linear_unit", True), ("num_query_groups", 2))
 CASES = {
@@ -53,17 +46,9 @@ CASES = {
 }
 
 
-def _averaging(case: Case) -> tuple[list[Any], Any]:
-    config = make_config(case)
-    chunks = layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=case.zero3_size)
-    optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), ema_decay=0.5)
-    config.grad_scale_func = optimizer.scale_loss
-    return chunks, optimizer
-
-
 def _train_and_save(rank: int, folder: str, case: Case) -> None:
     with megatron(case):
-        chunks, optimizer = _averaging(case)
+        chunks, optimizer = make_ours(case, ema_decay=0.5)
         scheduler = make_scheduler(optimizer)
         for step in range(3):
             for chunk in chunks:
@@ -75,7 +60,7 @@ def _train_and_save(rank: int, folder: str, case: Case) -> None:
             layerzero.megatron.save(f"{folder}/{step}", chunks, optimizer, {"step": step})
         save(f"{folder}/megatron", chunks, optimizer, scheduler, None, parallel=False)
         # The loaded average equals the saved one and continues from it.
-        again, other = _averaging(case)
+        again, other = make_ours(case, ema_decay=0.5)
         assert layerzero.megatron.load(f"{folder}/0", again, other) == {"step": 0}
         layerzero.megatron.load(f"{folder}/2", again, other)
         for mine, theirs in zip(other.emas, optimizer.emas, strict=True):

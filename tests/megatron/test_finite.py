@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -32,9 +31,6 @@ from tests.support.megatron_ranks import (
     whole_weights,
 )
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 ODD = 1  # the rank whose gradient is not finite
 DATA = Case(zero3_size=2, micro_batches=2, layers=2, optimizer="sgd")

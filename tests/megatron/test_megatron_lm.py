@@ -216,28 +216,6 @@ def test_a_file_that_cannot_be_is_refused_on_all_ranks(tmp_path: Path) -> None:
             assert expected in text
 
 
-def test_whole_gradients_are_saved_as_megatron_saves_them(tmp_path: Path) -> None:
-    run_ranks(_save_gradients, str(tmp_path), world_size=2, timeout=400)
-    theirs, mine = (
-        {file.relative_to(tmp_path / who): torch.load(file, weights_only=False) for file in files}
-        for who in ("own", "ours")
-        if (files := sorted((tmp_path / who).rglob("*.pth")))
-    )
-    assert len(theirs) == 2, "steps 2 and 4"
-    assert mine.keys() == theirs.keys()
-    for file, of_theirs in theirs.items():
-        for chunk, gradients in of_theirs.items():
-            found = {name.removeprefix("module."): value for name, value in mine[file][chunk].items()}
-            assert found.keys() == gradients.keys()
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
-
-
-def _save_gradients(rank: int, folder: str) -> None:
-    for run in (own, ours):
-        run(rank, [*_saving(f"{folder}/{run.__name__}", 100), "--save-wgrads-interval", "2"], may_start_writers())
-
-
 @pytest.mark.parametrize("mode", ["disabled", "validate_results"])  # Megatron-LM has no other mode that works
 def test_steps_are_run_again_as_in_megatron(mode: str, tmp_path: Path) -> None:
     told = run_ranks(_with_a_nan, mode, str(tmp_path), world_size=2, timeout=400)

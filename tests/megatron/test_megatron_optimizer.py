@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import pytest
-
-from tests.support.megatron_compare import assert_same
 from tests.support.megatron_parallel import SequenceParallelNorm
-from tests.support.megatron_ranks import Case, make_ours, make_reference, megatron, run
+from tests.support.megatron_ranks import Case, assert_same, make_ours, make_reference, megatron, run
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 
 def compare(*cases: Case, world_size: int = 4) -> None:
@@ -25,7 +17,7 @@ def compare(*cases: Case, world_size: int = 4) -> None:
 
 def _compare(rank: int, cases: list[Case]) -> None:
     for case in cases:
-        with megatron(case):
+        with megatron(case), SequenceParallelNorm.used():
             theirs, ours = run(case, make_reference), run(case, make_ours)
         assert_same(ours, theirs, case)
 
@@ -78,16 +70,9 @@ def test_fp16_skips_a_step_on_all_ranks_of_the_model_when_one_overflows() -> Non
     compare(overflow, overflow.but(tp=2, pp=1, zero3_size=1), overflow.but(chunks=2))
 
 
-def _compare_in_sequence(rank: int, cases: list[Case]) -> None:
-    for case in cases:
-        with megatron(case), SequenceParallelNorm.used():
-            theirs, ours = run(case, make_reference), run(case, make_ours)
-        assert_same(ours, theirs, case)
-
-
 def test_sequence_parallel_norms_are_summed_over_tensor_ranks() -> None:
     normed = TENSOR.but(sequence_parallel=True, settings=(("qk_layernorm", True),), optimizer="sgd", steps=3)
-    run_ranks(_compare_in_sequence, [normed, normed.but(tied=False, accumulation="full")], world_size=4)
+    compare(normed, normed.but(tied=False, accumulation="full"))
 
 
 def test_activations_may_be_recomputed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch.distributed as dist
@@ -13,9 +12,6 @@ from layerzero.engine.hooks import get_state
 from layerzero.megatron.model_checks import params_norm, replicas_agree
 from tests.support.megatron_ranks import Case, make_ours, megatron, run_step
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 
 def _norms(rank: int, case: Case) -> tuple[float, list[float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,13 +16,9 @@ from torch import Tensor
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.model_checks import replicas_agree
 from layerzero.megatron.parallel_groups import _layout_error
-from tests.support.megatron_compare import assert_same
 from tests.support.megatron_parallel import SequenceParallelNorm
-from tests.support.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.support.megatron_ranks import Case, Run, assert_same, make_ours, make_reference, megatron, run
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 
 def assert_equal_but_for_rounding(ours: Run, theirs: Run, case: Case) -> None:

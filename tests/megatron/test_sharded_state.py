@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
-from tests.support.megatron_checkpoints import load, save
-from tests.support.megatron_compare import assert_same
-from tests.support.megatron_dist import DATA, Make, go_on, save_and_go_on
+from tests.support.megatron_checkpoints import DATA, go_on, load, save, save_and_go_on
 from tests.support.megatron_ranks import (
     Case,
+    Make,
     Run,
+    assert_same,
     make_chunks,
     make_config,
     make_ours,
@@ -30,9 +29,6 @@ from tests.support.megatron_ranks import (
     optimizer_config,
 )
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 # Metadata that Megatron-LM passes with --dist-ckpt-optim-fully-reshardable
 RESHARDABLE = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -13,13 +12,9 @@ import torch.distributed as dist
 
 import layerzero.megatron
 from layerzero.megatron.versions import SUPPORTED, supported_release, version
-from tests.support.megatron_compare import assert_same
 from tests.support.megatron_cpu import cpu_instead_of_cuda
-from tests.support.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.support.megatron_ranks import Case, Run, assert_same, make_ours, make_reference, megatron, run
 from tests.support.ranks import run_ranks
-
-if find_spec("megatron") is None:
-    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 DATA = Case(zero3_size=2, micro_batches=1, layers=2, steps=4)
@@ -67,39 +62,6 @@ def test_wrapping_in_another_release_is_refused_on_all_ranks() -> None:
         assert "does not support megatron-core 0.17.1" in everywhere
         assert "does not support megatron-core 0.17.1" in on_one
         assert "megatron-core" in different and ".post1" in different
-
-
-REFUSED = {
-    "gtp_weight_remat_size": (2, "shards the weights a second time"),
-    "expert_gtp_weight_remat_size": (2, "shards the weights a second time"),
-    "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "updates a bias of the routers"),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
-    "moe_expert_rank_capacity_factor": (1.5, "repeats a step"),
-    "fp4": ("e2m1", "quantize gathered weights in each forward"),
-}
-
-
-def _refuses(rank: int) -> None:
-    from tests.support import megatron_ranks  # noqa: PLC0415
-
-    for name, (value, match) in REFUSED.items():
-        with megatron(DATA):
-            config = megatron_ranks.make_config(DATA)
-            chunks = megatron_ranks.make_chunks(DATA, config)
-            setattr(config, name, value)
-            with pytest.raises(ValueError, match=rf"config.{name}.*{match}"):
-                layerzero.megatron.wrap(chunks, config, zero3_size=1)
-    with megatron(DATA):
-        chunks, optimizer = make_ours(DATA.but(zero3_size=1))
-        key = mock.Mock(matches=lambda parameter, name: name.endswith("linear_fc1.weight"))
-        with pytest.raises(ValueError, match=r"to 'muon', but config\.optimizer is 'adam'"):
-            layerzero.megatron.ShardedMegatronOptimizer(
-                chunks, optimizer.config, config_overrides={key: {"optimizer": "muon"}}
-            )
-
-
-def test_what_later_releases_brought_and_is_not_supported_is_refused() -> None:
-    run_ranks(_refuses, world_size=1)
 
 
 def _skips(rank: int) -> list[bool]:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero.megatron
-
-__all__ = ["load", "may_start_writers", "save", "sharded_state"]
+from tests.support.megatron_ranks import Case, Make, Run, make_scheduler, megatron, train, whole_weights
 
 
 def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
@@ -84,3 +83,27 @@ def load(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, met
     if not optimizer.is_stub_optimizer:
         optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
+
+
+# Training runs that save and continue
+
+GATED = (("gated_linear_unit", True),)  # its first linear layer is stored in two pieces
+DATA = Case(zero3_size=2, micro_batches=2, settings=GATED)
+BEFORE, AFTER = [0, 1], [2, 3]  # steps
+
+
+def go_on(case: Case, chunks: list[nn.Module], optimizer: Any, scheduler: Any) -> Run:
+    losses, results, scales = train(case, chunks, optimizer, scheduler, AFTER)
+    return Run(losses, results, [whole_weights(chunk) for chunk in chunks], scales)
+
+
+def save_and_go_on(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel: bool = False) -> Run:
+    """Train, save, and train on."""
+    with megatron(case):
+        chunks, optimizer = make(case)
+        scheduler = make_scheduler(optimizer)
+        for group in optimizer.param_groups:
+            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # only the checkpoint has this value
+        train(case, chunks, optimizer, scheduler, BEFORE)
+        save(path, chunks, optimizer, scheduler, metadata, parallel)
+        return go_on(case, chunks, optimizer, scheduler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,9 @@ class Case:
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
+
+
+Make = Callable[["Case"], tuple[list[nn.Module], Any]]
 
 
 class Run(NamedTuple):
@@ -249,19 +253,31 @@ def make_reference(case: Case) -> tuple[list[nn.Module], Any]:
     return chunks, optimizer
 
 
-def make_ours(case: Case) -> tuple[list[nn.Module], Any]:
+def make_ours(
+    case: Case, *, change: Callable[[Any], nn.Module] | None = None, **settings: Any
+) -> tuple[list[nn.Module], Any]:
+    """Return sharded chunks and their optimizer.
+
+    Args:
+        change: maps the experts of each layer to their replacement.
+        settings: arguments of the optimizer.
+    """
     import layerzero.megatron
 
     config = make_config(case)
+    modules = make_chunks(case, config)
+    layers = [m for chunk in modules for m in chunk.modules() if hasattr(m, "local_expert_indices")]
+    for layer in layers if change is not None else ():
+        layer.experts = change(layer.experts)
     chunks = layerzero.megatron.wrap(
-        make_chunks(case, config),
+        modules,
         config,
         zero3_size=case.zero3_size,
         accumulation=case.accumulation,
         align_grad_reduce=case.align,
         align_param_refresh=case.align,
     )
-    optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case))
+    optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), **settings)
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 
@@ -333,3 +349,21 @@ def run(case: Case, make: Callable[[Case], tuple[list[nn.Module], Any]]) -> Run:
     chunks, optimizer = make(case)
     losses, results, scales = train(case, chunks, optimizer, make_scheduler(optimizer), range(case.steps))
     return Run(losses, results, [whole_weights(chunk) for chunk in chunks], scales)
+
+
+def assert_same(ours: Run, theirs: Run, case: Case, *, close: dict[str, Any] | None = None) -> None:
+    if close is None:
+        close = {"rtol": 2e-4, "atol": 2e-5} if case.dtype == "float32" else {"rtol": 5e-3, "atol": 2e-3}
+    torch.testing.assert_close(ours.losses, theirs.losses, **close, msg=lambda m: f"losses of {case}: {m}")
+    assert ours.scales == theirs.scales
+    for step, (mine, reference) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine[0] == reference[0], (step, case)
+        assert (mine[1] is None) == (reference[1] is None), (step, case)
+        if mine[1] is not None:
+            assert math.isclose(mine[1], reference[1], rel_tol=close["rtol"]), (step, mine, reference, case)
+            # The gradients of key biases are zero except for rounding.
+            assert abs(mine[2] - reference[2]) <= case.layers * HIDDEN, (step, mine, reference, case)
+    for mine, reference in zip(ours.weights, theirs.weights, strict=True):
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(mine[name], value, **close, msg=lambda m, n=name: f"{n} of {case}: {m}")

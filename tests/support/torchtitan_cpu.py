@@ -107,7 +107,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
 
 
 class RandomTokens(BaseDataLoader):  # type: ignore[misc]
-    """Batches seeded with their number and the data-parallel rank; with dataset="one batch", always the first one."""
+    """Batches seeded with their number and the data-parallel rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -116,13 +116,12 @@ class RandomTokens(BaseDataLoader):  # type: ignore[misc]
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
-        self._is_one = config.dataset == "one batch"
         self._ranks, self._rank, self._shape, self._at = dp_world_size, dp_rank, (local_batch_size, seq_len + 1), 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
             generator = torch.Generator().manual_seed(self._at * self._ranks + self._rank)
-            self._at += not self._is_one
+            self._at += 1
             tokens = torch.randint(0, VOCABULARY, self._shape, generator=generator)
             positions = torch.arange(self._shape[1] - 1).repeat(self._shape[0], 1)
             yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
