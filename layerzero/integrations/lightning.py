@@ -19,10 +19,11 @@ from layerzero.checkpoint import save as save_sharded
 from layerzero.full_state import full_state_dict
 from layerzero.integrations.common import StrategyMixin, is_sharded
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
-from layerzero.sharding.module_methods import no_sync
+from layerzero.sharding.module_methods import no_sync, register_forward_method
 
 __all__ = ["LayerZeroStrategy"]
 
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 FILE = "lightning.ckpt"  # Lightning's own file in the checkpoint folder; it contains no state of optimizers
 
 
@@ -68,6 +69,8 @@ class LayerZeroStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
                 self.model = self._layer_sync.apply(self.model)
             self.precision_plugin.convert_module(self._module)
             self._shard(self._module, self.precision_plugin.precision)
+        for name in _STEPS:
+            register_forward_method(self._module, name)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -84,30 +87,6 @@ class LayerZeroStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
             return
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-    # The module's forward runs the steps, and its hooks gather the parameters
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` like the DDP strategy."""
-        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step`` like the DDP strategy."""
-        return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step`` like the DDP strategy."""
-        return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step`` like the DDP strategy."""
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
-
-    def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
-        with context:
-            if is_sharded(self._module):
-                return self._forward_redirection(self._module, self._module, name, *args, **kwargs)
-            return getattr(self._module, name)(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
