@@ -22,15 +22,11 @@ from accelerate.utils import DDPCommunicationHookType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import checkpoint
+from layerzero import ShardedOptimizer, checkpoint, clip_grad_norm_, full_state_dict, no_sync, shard_optimizer
 from layerzero.config import Units
 from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
-from layerzero.full_state import full_state_dict
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
-from layerzero.optimizers.clip import clip_grad_norm_
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["CONFIG_VARIABLE", "LayerZeroAccelerator", "LayerZeroPlugin"]
 

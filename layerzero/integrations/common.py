@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.config import AUTO, LayerZeroConfig, Policy, Units
+from layerzero import LayerZeroConfig, register_forward_method, shard_model
+from layerzero.config import AUTO, Policy, Units
 from layerzero.config.yaml_file import read_settings, translate
 from layerzero.engine.hooks import get_state
-from layerzero.sharding.module_methods import register_forward_method
-from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["StrategyMixin", "is_sharded", "merge_settings", "model_of", "shard"]

@@ -12,13 +12,9 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero import checkpoint
+from layerzero import ShardedOptimizer, checkpoint, clip_grad_norm_, full_state_dict, no_sync, shard_optimizer
 from layerzero.engine.hooks import get_state
-from layerzero.full_state import full_state_dict
 from layerzero.integrations.common import StrategyMixin, is_sharded, model_of
-from layerzero.optimizers.clip import clip_grad_norm_
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["FabricStrategy"]
 

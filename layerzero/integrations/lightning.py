@@ -14,12 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from layerzero import checkpoint
+from layerzero import checkpoint, full_state_dict, no_sync, register_forward_method, shard_optimizer
 from layerzero.checkpoint import save as save_sharded
-from layerzero.full_state import full_state_dict
 from layerzero.integrations.common import StrategyMixin, is_sharded
-from layerzero.optimizers.sharded_optimizer import shard_optimizer
-from layerzero.sharding.module_methods import no_sync, register_forward_method
 
 __all__ = ["LayerZeroStrategy"]
 

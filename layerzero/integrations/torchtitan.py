@@ -23,10 +23,9 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
+from layerzero import ShardedOptimizer, no_sync, shard_optimizer
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 

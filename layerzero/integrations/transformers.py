@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from layerzero import checkpoint
-from layerzero.full_state import full_state_dict
+from layerzero import checkpoint, full_state_dict
 from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
 from layerzero.integrations.common import is_sharded
 from layerzero.integrations.pretrained import from_pretrained

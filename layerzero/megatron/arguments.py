@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero import LayerZeroConfig
 from layerzero.comm.agreement import require_equal
-from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import has_names_of_mindspeed
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero import load_full_state_dict
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
-from layerzero.full_state import load_full_state_dict
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability.local_gradient_check import LocalGradientCheck
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from layerzero import EMA
 from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     PathTakenError,
@@ -31,7 +32,6 @@ from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.ema import EMA
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_names import expert_names_of, global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.mesh_info import mesh_from_groups
+from layerzero import mesh_from_groups, shard_model
 from layerzero.config import Accumulation, Units
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
@@ -24,7 +24,6 @@ from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
 from layerzero.megatron.unsupported import refuse_fusion, refuse_model
 from layerzero.reliability.local_gradient_check import LocalGradientCheck
-from layerzero.sharding.shard_model import shard_model
 
 __all__ = ["wrap"]
 
