@@ -35,7 +35,6 @@ CORE = frozenset(
 # Files inside these folders that are add-ons, until they have moved.
 ADD_ONS_IN_CORE = frozenset(
     [
-        "comm/trace_recorder.py",
         "config/yaml_file.py",
         "reports/metrics_log.py",
         "reports/trace_file.py",

@@ -5,38 +5,50 @@
 >>> optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)  # doctest: +SKIP
 """
 
+import importlib
 import warnings
+from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():
     # torch warns if numpy is not installed, but training does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch  # noqa: F401
 
-from layerzero import checkpoint, optimizers, planning
+from layerzero import optimizers
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
-from layerzero.ema import EMA
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.outer_steps import OuterSteps, outer
-from layerzero.planning import Plan, plan
-from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
-from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
-from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
-from layerzero.reliability.watchdog import watchdog
 from layerzero.reports.memory_and_traffic import MemoryReport, TrafficReport, memory, traffic
-from layerzero.reports.metrics_log import metrics
-from layerzero.reports.trace_file import Trace, TraceEvent, trace
 from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
 from layerzero.sharding.closing import close
 from layerzero.sharding.module_methods import gathered, no_sync, refresh, register_forward_method
 from layerzero.sharding.shard_model import shard_model
-from layerzero.slow_links import Float8Rows, Int4Blocks, Int4Difference, Int8Blocks, WeightPacketError, WeightReceiver
-from layerzero.verification import ParameterDifference, VerifyReport, verify
-from layerzero.weight_stream import WeightSender, stream_weights
+
+if TYPE_CHECKING:
+    from layerzero import checkpoint, extend, planning
+    from layerzero.ema import EMA
+    from layerzero.outer_steps import OuterSteps, outer
+    from layerzero.planning import Plan, plan
+    from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
+    from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
+    from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
+    from layerzero.reliability.watchdog import watchdog
+    from layerzero.reports.metrics_log import metrics
+    from layerzero.reports.trace_file import Trace, TraceEvent, trace
+    from layerzero.slow_links import (
+        Float8Rows,
+        Int4Blocks,
+        Int4Difference,
+        Int8Blocks,
+        WeightPacketError,
+        WeightReceiver,
+    )
+    from layerzero.verification import ParameterDifference, VerifyReport, verify
+    from layerzero.weight_stream import WeightSender, stream_weights
 
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source
 
@@ -73,6 +85,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "close",
+    "extend",
     "fingerprint",
     "full_precision",
     "full_state_dict",
@@ -101,3 +114,40 @@ __all__ = [
     "verify",
     "watchdog",
 ]
+
+# Public names of add-ons, by the module that is imported at their first use. An empty tuple: the module itself.
+_ADD_ONS: dict[str, tuple[str, ...]] = {
+    "layerzero.checkpoint": (),
+    "layerzero.ema": ("EMA",),
+    "layerzero.extend": (),
+    "layerzero.outer_steps": ("OuterSteps", "outer"),
+    "layerzero.planning": ("Plan", "plan"),
+    "layerzero.reliability.corruption_guard": ("CorruptionGuard", "SilentDataCorruption", "guard_corruption"),
+    "layerzero.reliability.fingerprint": ("Corruption", "Fingerprint", "fingerprint"),
+    "layerzero.reliability.nonfinite_guard": ("NonFiniteGradients", "StepGuard", "guard_steps"),
+    "layerzero.reliability.watchdog": ("watchdog",),
+    "layerzero.reports.metrics_log": ("metrics",),
+    "layerzero.reports.trace_file": ("Trace", "TraceEvent", "trace"),
+    "layerzero.slow_links": (
+        *("Float8Rows", "Int4Blocks", "Int4Difference", "Int8Blocks"),
+        *("WeightPacketError", "WeightReceiver"),
+    ),
+    "layerzero.verification": ("ParameterDifference", "VerifyReport", "verify"),
+    "layerzero.weight_stream": ("WeightSender", "stream_weights"),
+}
+_MODULE_OF = {name: module for module, names in _ADD_ONS.items() for name in names}
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Import the public name of an add-on at its first use."""
+        if f"{__name__}.{name}" in _ADD_ONS:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

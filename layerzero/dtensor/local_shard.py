@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -32,6 +30,10 @@ from layerzero.dtensor.op_errors import even_sharding_message, row_move_message
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+
+if TYPE_CHECKING:  # a third of the import time of this package, and needed only to save and load
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["LocalShard", "ToLocal", "local_shard", "outside_dtensor", "plain"]
 
@@ -123,6 +125,13 @@ class LocalShard(torch.Tensor):
     # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415 - see above
+        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415 - see above
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
         if self.tracker is not None and self.tracker.on_read is not None:
             self.tracker.on_read()
         if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
@@ -146,6 +155,8 @@ class LocalShard(torch.Tensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - see above
+
         spec = self.spec
         if (self.shape[0] == 0 and spec.num_rows > 0) or (self.numel() == 0 and 0 not in spec.full_shape):
             return []

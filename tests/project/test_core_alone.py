@@ -1,0 +1,92 @@
+"""The core trains without the add-ons, and ``import layerzero`` loads the core only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerzero
+from layerzero import _ADD_ONS
+
+ROOT = Path(__file__).parents[2]
+# Python imports this module first in each process. Imports of add-ons then fail, as if their files were gone.
+NO_ADD_ONS = """
+import sys
+from benchmarks.code_size import PACKAGE, is_core
+
+class NoAddOns:
+    def find_spec(self, name, path=None, target=None):
+        package, _, rest = name.partition(".")
+        file = PACKAGE.joinpath(*rest.split(".")).with_suffix(".py")
+        if package == "layerzero" and rest and not is_core(file if file.exists() else file.with_suffix("") / "x.py"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoAddOns())
+"""
+TRAINING = (
+    "tests/end_to_end/test_parity.py::test_integer_training_equals_one_process_bit_for_bit",
+    "tests/end_to_end/test_parity.py::test_settings_of_speed_and_memory_change_no_bit",
+    "tests/engine/test_accumulation.py::test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits",
+    "tests/engine/test_accumulation.py::test_no_sync_ends_with_its_block_and_nests",
+    "tests/engine/test_gradient_offload.py::test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory",
+    "tests/engine/test_gradient_offload.py::test_offloading_changes_no_bit_though_every_copy_is_late",
+)
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that can import the core, but no add-on."""
+    (folder / "sitecustomize.py").write_text(NO_ADD_ONS, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_core_trains_without_any_add_on(tmp_path: Path) -> None:
+    done = _run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *TRAINING)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+WITHOUT = """
+import layerzero, sys
+import torch, pytest
+assert not {name for name in sys.modules if name.startswith("layerzero.ema")}
+for name in ("EMA", "checkpoint", "verify"):
+    with pytest.raises(ModuleNotFoundError, match="layerzero"):
+        getattr(layerzero, name)
+with pytest.raises(ImportError, match="add-on 'yaml'"):
+    layerzero.LayerZeroConfig.from_yaml("settings.yaml")
+"""
+
+
+def test_a_missing_add_on_is_named_where_it_is_needed(tmp_path: Path) -> None:
+    done = _run(tmp_path, "-c", WITHOUT)
+    assert done.returncode == 0, done.stderr
+
+
+LOADED = """
+import layerzero, sys
+from pathlib import Path
+from benchmarks.code_size import is_core
+files = [Path(module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "layerzero"]
+assert not [file for file in files if not is_core(file)]
+assert "torch.distributed.checkpoint" not in sys.modules, "it takes a third of the import time"
+assert set(layerzero.__all__) <= set(dir(layerzero))
+"""
+
+
+def test_the_import_of_the_package_loads_no_add_on(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_public_name_is_found_at_its_first_use() -> None:
+    for name in layerzero.__all__:
+        assert getattr(layerzero, name) is not None
+    of_add_ons = {name for names in _ADD_ONS.values() for name in names}
+    assert of_add_ons <= set(layerzero.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        layerzero.nothing  # noqa: B018
