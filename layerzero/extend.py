@@ -9,12 +9,53 @@ from typing import TypeVar
 
 from torch import nn
 
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import PendingCollective
 from layerzero.comm.observers import StepObserver
+from layerzero.comm.process_groups import group_count_fields, mesh_group
+from layerzero.config import AUTO, Accumulation, Policy, Units
+from layerzero.device.accelerator import default_device_type
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
+from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.reduction_spec import accumulates_full_gradients
+from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
+from layerzero.optimizers.torch_state_dict import strip_wrapper_names
+from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.add_ons import ADD_ONS, addon
 
-__all__ = ["ADD_ONS", "PendingCollective", "StepObserver", "addon", "attach", "get_state"]
+__all__ = [
+    "ADD_ONS",
+    "AUTO",
+    "Accumulation",
+    "ManagedParam",
+    "MutationTracker",
+    "PendingCollective",
+    "Policy",
+    "RowShardSpec",
+    "RowShardedTensor",
+    "StepObserver",
+    "Units",
+    "accumulates_full_gradients",
+    "addon",
+    "attach",
+    "block_classes",
+    "current",
+    "default_device_type",
+    "get_state",
+    "group_count_fields",
+    "kinds_that_need_full_params",
+    "mesh_group",
+    "plain",
+    "require_equal",
+    "sharded",
+    "state_after_a_step",
+    "strip_wrapper_names",
+]
 
 _T = TypeVar("_T", bound=StepObserver)
 

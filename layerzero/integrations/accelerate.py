@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import ShardedOptimizer, checkpoint, clip_grad_norm_, full_state_dict, no_sync, shard_optimizer
-from layerzero.config import Units
-from layerzero.dtensor.stale_parameter import current
-from layerzero.engine.hooks import get_state
+from layerzero.extend import Units, current, get_state
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 
 __all__ = ["CONFIG_VARIABLE", "LayerZeroAccelerator", "LayerZeroPlugin"]

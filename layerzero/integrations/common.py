@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import LayerZeroConfig, register_forward_method, shard_model
-from layerzero.config import AUTO, Policy, Units
 from layerzero.config.yaml_file import read_settings, translate
-from layerzero.engine.hooks import get_state
-from layerzero.sharding.unit_selection import block_classes
+from layerzero.extend import AUTO, Policy, Units, block_classes, get_state
 
 __all__ = ["StrategyMixin", "is_sharded", "merge_settings", "model_of", "shard"]
 

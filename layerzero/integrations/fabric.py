@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import ShardedOptimizer, checkpoint, clip_grad_norm_, full_state_dict, no_sync, shard_optimizer
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state
 from layerzero.integrations.common import StrategyMixin, is_sharded, model_of
 
 __all__ = ["FabricStrategy"]

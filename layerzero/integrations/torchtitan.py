@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero import ShardedOptimizer, no_sync, shard_optimizer
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]

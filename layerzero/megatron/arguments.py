@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import LayerZeroConfig
-from layerzero.comm.agreement import require_equal
 from layerzero.config.yaml_file import has_names_of_mindspeed
+from layerzero.extend import require_equal
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 
 __all__ = ["ParsedArguments", "add_arguments", "settings_from_arguments"]

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import load_full_state_dict
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.hooks import get_state
+from layerzero.extend import RowShardedTensor, get_state, plain
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
-from layerzero.reliability.local_gradient_check import LocalGradientCheck
+from layerzero.reliability import LocalGradientCheck
 
 __all__ = ["ShardedChunk"]
 

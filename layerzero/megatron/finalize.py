@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.dtensor.local_shard import plain
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state, plain
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import language_model
 from layerzero.megatron.parallel_groups import ProcessGroups

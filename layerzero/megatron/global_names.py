@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from layerzero.checkpoint.json_codec import MergeableValue
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state, strip_wrapper_names
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 
 __all__ = ["expert_names_of", "global_layout_of", "layer_of", "module_name"]
 

@@ -31,7 +31,7 @@ from layerzero.megatron.default_units import add_named_modules, default_units, m
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.model_checks import params_norm, replicas_agree
 from layerzero.megatron.parallel_groups import all_gather_object
-from layerzero.megatron.versions import SUPPORTED, supported_release
+from layerzero.megatron.versions import SUPPORTED, release, version, version_error
 from layerzero.megatron.wrap import wrap
 
 __all__ = ["install"]
@@ -57,23 +57,24 @@ def install() -> None:
         layerzero.megatron.install()
         pretrain(..., extra_args_provider=layerzero.megatron.add_arguments)  # 0.16; 0.19: parse_and_validate_args
     """
-    release = supported_release()
+    if error := version_error():
+        raise error
     from megatron.training import training  # noqa: PLC0415
 
     if isinstance(training.get_model, _GetModel):
         return
-    replaced = [*_REPLACED, "finalize_model_grads" if release < _BUILDERS else "setup_model_and_optimizer"]
+    replaced = [*_REPLACED, "finalize_model_grads" if release() < _BUILDERS else "setup_model_and_optimizer"]
     if missing := [name for name in replaced if not hasattr(training, name)]:
         raise RuntimeError(
             f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces, so it does not belong to "
-            f"megatron-core {'.'.join(map(str, release))}. Use Megatron-LM at {SUPPORTED[release][1]}"
+            f"megatron-core {version()}. Use Megatron-LM at {SUPPORTED[release()][1]}"
         )
-    build = _GetModel(training.get_model, training, release)
+    build = _GetModel(training.get_model, training)
     training.get_model = build
     training.get_megatron_optimizer = build.make_optimizer
     training.calc_params_l2_norm = params_norm
     training.check_param_hashes_across_dp_replicas = replicas_agree
-    if release >= _BUILDERS:
+    if release() >= _BUILDERS:
         from megatron.training.models import dist_utils  # noqa: PLC0415
 
         training.setup_model_and_optimizer = build.checking_arguments_first(training.setup_model_and_optimizer)
@@ -87,10 +88,9 @@ _BUILDERS = (0, 19)  # since this release, models are also built from a configur
 class _GetModel:
     """Replacement for Megatron-LM's ``get_model``."""
 
-    def __init__(self, build: Callable[..., list[nn.Module]], training: Any, release: tuple[int, int]) -> None:
+    def __init__(self, build: Callable[..., list[nn.Module]], training: Any) -> None:
         self._build = build
         self._training = training
-        self._release = release
         self._settings: ParsedArguments | None = None  # parsed from the command line, inside setup_model_and_optimizer
         self._ema_decay: float | None = None
 
@@ -134,7 +134,7 @@ class _GetModel:
             units = add_named_modules(predicates, parsed.units)
         self._ema_decay = parsed.ema_decay
         wrapped = wrap(chunks, config, units=units, **parsed.wrap)
-        if self._release < _BUILDERS:  # later loops keep config.finalize_model_grads_func
+        if release() < _BUILDERS:  # later loops keep config.finalize_model_grads_func
             self._training.finalize_model_grads = config.finalize_model_grads_func
         _require_all(parsed.units, wrapped)
         return wrapped

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import EMA, ShardedOptimizer, refresh, shard_optimizer
-from layerzero.dtensor.local_shard import plain
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state, kinds_that_need_full_params, plain
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
-from layerzero.optimizers.compatibility import kinds_that_need_full_params
-from layerzero.optimizers.kernels import adamw, sgd
+from layerzero.optimizers import adamw, sgd
 
 __all__ = ["ShardedMegatronOptimizer"]
 

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.dtensor.local_shard import plain
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state, plain
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
-from layerzero.reliability.local_gradient_check import nonfinite_text
+from layerzero.reliability import nonfinite_text
 
 __all__ = ["is_counted", "params_norm", "reduce_over_model", "refuse_nonfinite", "replicas_agree", "sum_of_squares"]
 

@@ -10,9 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import group_count_fields, mesh_group
-from layerzero.device.accelerator import default_device_type
+from layerzero.extend import default_device_type, group_count_fields, mesh_group, require_equal
 from layerzero.megatron.versions import version, version_error
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raising_on_all_ranks"]

@@ -21,10 +21,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.engine.managed_param import ManagedParam
+from layerzero.extend import ManagedParam, MutationTracker, RowShardSpec, sharded
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
 __all__ = ["GlobalParam", "global_params", "insert_weights"]

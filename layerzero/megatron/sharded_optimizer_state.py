@@ -25,14 +25,10 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from layerzero import EMA, ShardedOptimizer
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.hooks import get_state
-from layerzero.engine.managed_param import ManagedParam
+from layerzero.extend import ManagedParam, RowShardedTensor, get_state, plain, state_after_a_step
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raising_on_all_ranks
 from layerzero.megatron.sharded_model_state import global_params
-from layerzero.optimizers.compatibility import state_after_a_step
 
 __all__ = ["ChunkOptimizer", "chained_states", "load_states", "sharded_states"]
 

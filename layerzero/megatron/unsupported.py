@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.config import Accumulation
-from layerzero.engine.reduction_spec import accumulates_full_gradients
+from layerzero.extend import Accumulation, accumulates_full_gradients
 from layerzero.megatron.default_units import is_expert_parallel, only_experts
 
 __all__ = ["refuse_flags", "refuse_fusion", "refuse_model"]

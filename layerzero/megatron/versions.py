@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SUPPORTED", "supported_release", "version", "version_error"]
+__all__ = ["SUPPORTED", "release", "version", "version_error"]
 
 # By (major, minor): the latest patch release, which the tests use, and the Megatron-LM tag that has its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
@@ -15,27 +15,19 @@ def version() -> str:
     return str(megatron.core.__version__)
 
 
-def supported_release() -> tuple[int, int]:
-    """Return the major and minor version of the installed Megatron-Core.
-
-    Raises:
-        RuntimeError: layerzero does not support the installed version. The message names the installed version and the
-            supported versions.
-    """
-    if error := version_error():
-        raise error
+def release() -> tuple[int, int]:
+    """Return the major and minor version of the installed Megatron-Core."""
     major, minor = version().split(".")[:2]
     return int(major), int(minor)
 
 
 def version_error() -> RuntimeError | None:
-    """Return the error that :func:`supported_release` raises; None if the installed version is supported."""
-    installed = version()
-    if any(installed.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
+    """Return an error that names the supported versions; None if the installed version is supported."""
+    if release() in SUPPORTED:
         return None
     releases = " or ".join(f"{major}.{minor}.*" for major, minor in SUPPORTED)
     tested = " and ".join(release for release, _ in SUPPORTED.values())
     return RuntimeError(
-        f"layerzero.megatron does not support megatron-core {installed}: it replaces and calls functions that differ "
+        f"layerzero.megatron does not support megatron-core {version()}: it replaces and calls functions that differ "
         f"between releases. Install megatron-core {releases}; the tests run on {tested}"
     )

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import mesh_from_groups, shard_model
-from layerzero.config import Accumulation, Units
-from layerzero.engine.hooks import get_state
+from layerzero.extend import Accumulation, Units, get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
@@ -23,7 +22,7 @@ from layerzero.megatron.default_units import (
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
 from layerzero.megatron.unsupported import refuse_fusion, refuse_model
-from layerzero.reliability.local_gradient_check import LocalGradientCheck
+from layerzero.reliability import LocalGradientCheck
 
 __all__ = ["wrap"]
 

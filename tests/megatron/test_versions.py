@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import layerzero.megatron
-from layerzero.megatron.versions import SUPPORTED, supported_release, version
+from layerzero.megatron.versions import SUPPORTED, release, version
 from tests.support.megatron_cpu import cpu_instead_of_cuda
 from tests.support.megatron_ranks import Case, Run, assert_same, make_ours, make_reference, megatron, run
 from tests.support.ranks import run_ranks
@@ -37,7 +37,7 @@ def test_the_tests_run_on_the_releases_that_messages_and_requirements_name() -> 
     assert pinned == {release for release, _ in SUPPORTED.values()}
     with cpu_instead_of_cuda():
         # Megatron-Core appends the revision of the checkout that it runs in.
-        assert SUPPORTED[supported_release()][0] == version().partition("+")[0]
+        assert SUPPORTED[release()][0] == version().partition("+")[0]
 
 
 @pytest.mark.parametrize("number", OTHERS)
