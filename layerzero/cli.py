@@ -22,7 +22,7 @@ from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
 from layerzero.config import ACCUMULATIONS
 from layerzero.config.yaml_file import dtype_named
-from layerzero.megatron.export_parts import export_parts, is_megatron_checkpoint
+from layerzero.megatron import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
 from layerzero.verification import verify
 

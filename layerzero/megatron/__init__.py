@@ -10,6 +10,7 @@ No other package of layerzero imports this package. Megatron is imported only wh
 from layerzero.megatron.arguments import add_arguments
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.chunk_checkpoint import load, save
+from layerzero.megatron.export import export_parts, is_megatron_checkpoint
 from layerzero.megatron.install import install
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
@@ -20,7 +21,9 @@ __all__ = [
     "ShardedChunk",
     "ShardedMegatronOptimizer",
     "add_arguments",
+    "export_parts",
     "install",
+    "is_megatron_checkpoint",
     "load",
     "process_groups",
     "save",

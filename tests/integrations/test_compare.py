@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks import network
 from benchmarks.compare import COMPARED, backend_of, largest_difference, main, report, schemes_of
 from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
@@ -176,19 +175,6 @@ def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(
     assert found["dtype"] == "bfloat16"
 
 
-@pytest.mark.exhaustive  # test_benchmarks.py counts the bytes of a link, too
-def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
-    if reason := network.why_unavailable():
-        pytest.skip(reason)
-    done, found = compare(
-        tmp_path, "--unit", "Block", "--only", "fsdp2-hsdp", "layerzero", "--emulate", "200mbit", "--ranks", "2"
-    )
-    assert done.returncode == 0, done.stderr
-    assert not found["nodes_assumed"] and "wire" in done.stdout
-    for scheme in found["schemes"].values():
-        assert scheme["wire_bytes_per_node"] == pytest.approx(scheme["between_bytes_per_node"], rel=0.2)
-
-
 def test_losses_that_differ_are_said(tmp_path: Path) -> None:
     chosen = ["--only", "layerzero", "ddp", "--loss", "mine:biased"]
     code, text, found = compare_on_ranks(tmp_path, *chosen, world_size=2)
@@ -213,11 +199,8 @@ def test_an_error_names_the_scheme(tmp_path: Path) -> None:
     assert "scheme 'fsdp2-full'" not in done.stderr
 
 
-def test_tensors_on_both_kinds_of_device_have_a_backend() -> None:
+def test_a_device_decides_on_the_backend_and_on_schemes_without_shared_memory() -> None:
     assert backend_of("cpu") == "gloo" and backend_of("cuda") == "cpu:gloo,cuda:nccl"
-
-
-def test_on_a_cpu_layerzero_is_compared_without_shared_memory_too() -> None:
     assert schemes_of("cpu") == [*COMPARED, "layerzero-exchanges"] and schemes_of("cuda") == list(COMPARED)
 
 

@@ -60,12 +60,12 @@ def text(size: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def arguments(folder: str, **settings: Any) -> TrainingArguments:
+def arguments(folder: str, kind: Any = TrainingArguments, **settings: Any) -> TrainingArguments:
     forget_accelerators()
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 4}
     defaults |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
     defaults |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
-    return TrainingArguments(output_dir=folder, **{**defaults, **settings})
+    return kind(output_dir=folder, **{**defaults, **settings})
 
 
 def trainer(

@@ -17,13 +17,14 @@ if any(find_spec(name) is None for name in ("trl", "transformers", "accelerate",
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.transformers import LayerZeroMixin
-from tests.support.loops import assert_like, forget_accelerators, launched
+from tests.integrations.test_transformers import arguments, llama, logged
+from tests.support.loops import assert_like, launched
 from tests.support.ranks import run_ranks
 
 SETTINGS = {"zero3_size": 2}
@@ -48,14 +49,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 4 + len(WORDS)}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **special))
-
-
 def text(size: int, seed: int = 0) -> list[str]:
     """Return sentences of unequal length."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,15 +57,9 @@ def text(size: int, seed: int = 0) -> list[str]:
 
 
 def settings(folder: str, kind: Any = SFTConfig, **more: Any) -> Any:
-    forget_accelerators()
-    common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
-    common |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False}
-    common |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
-    return kind(output_dir=folder, **{**common, "gradient_checkpointing": False, "max_length": 16, **more})
-
-
-def logged(trained: Any, key: str = "loss") -> list[float]:
-    return [float(entry[key]) for entry in trained.state.log_history if key in entry]
+    return arguments(
+        folder, kind, **{"max_steps": 3, "bf16": False, "gradient_checkpointing": False, "max_length": 16, **more}
+    )
 
 
 def assert_as_ddp(ours: Any, theirs: Any) -> None:
@@ -91,8 +78,8 @@ def _sft(rank: int, folder: str, more: dict[str, Any]) -> None:
         peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "down_proj"])} if more.pop("peft", 0) else {}
         data = Dataset.from_list([{"text": line} for line in text(48)])
         common = {"train_dataset": data, "processing_class": tokenizer(), **peft}
-        theirs = SFTTrainer(llama(), args=settings(f"{folder}/ddp", **more), **common)
-        ours = Ours(llama(), args=settings(folder, **more), layerzero=SETTINGS, **common)
+        theirs = SFTTrainer(llama(vocab_size=4 + len(WORDS)), args=settings(f"{folder}/ddp", **more), **common)
+        ours = Ours(llama(vocab_size=4 + len(WORDS)), args=settings(folder, **more), layerzero=SETTINGS, **common)
         assert_as_ddp(ours, theirs)
         assert_like(logged(ours, "mean_token_accuracy"), logged(theirs, "mean_token_accuracy"), rtol=1e-4)
         ours.save_model(f"{folder}/out")
@@ -119,9 +106,11 @@ def _dpo(rank: int, folder: str, peft: bool) -> None:
         runs = []
         for kind, name, more in ((DPOTrainer, "ddp", {}), (Preferences, "ours", {"layerzero": SETTINGS})):
             args = settings(f"{folder}/{name}", DPOConfig, learning_rate=2.0, beta=0.5)
-            reference = {"peft_config": adapters} if peft else {"ref_model": llama()}  # stays unsharded
+            reference = (
+                {"peft_config": adapters} if peft else {"ref_model": llama(vocab_size=4 + len(WORDS))}
+            )  # stays unsharded
             torch.manual_seed(1)
-            runs.append(kind(llama(), args=args, **common, **reference, **more))
+            runs.append(kind(llama(vocab_size=4 + len(WORDS)), args=args, **common, **reference, **more))
         theirs, ours = runs
         assert_as_ddp(ours, theirs)
         for key in ("rewards/margins", "rewards/accuracies", "logps/chosen"):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import layerzero
 import layerzero.megatron
 from layerzero.cli import app
-from layerzero.megatron.export_parts import export_parts
+from layerzero.megatron import export_parts
 from tests.support.megatron_checkpoints import load, save
 from tests.support.megatron_ranks import (
     Case,
