@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,11 +143,8 @@ def _list_parts(folder: Path) -> Iterator[Path]:
     yield from parts
 
 
-def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
-    manifest = Manifest.read(part)
-    manifest.verify()
-    contents = CheckpointContents.read(manifest)
-    extra = contents.document["extra"]
+def _read_places(part: Path, extra: object) -> dict[str, Any]:
+    """Return the positions in the full model that a part of a checkpoint has stored, by parameter name."""
     if not isinstance(extra, dict):
         raise ValueError(f"{part} was not saved by layerzero.megatron.save")
     stem, count = part.name.rpartition("-")[0], extra.get("chunks", 0)
@@ -155,9 +153,17 @@ def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtyp
     chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(count)]
     if missing := [chunk.name for chunk in chunks if not chunk.is_dir()]:
         raise CheckpointError(f"{part.parent} lacks {', '.join(missing)}")
-    places = extra.get("places", {"because": "it was saved by an older version"})
+    places: dict[str, Any] = extra.get("places", {"because": "it was saved by an older version"})
     if "because" in places:
         raise ValueError(f"{part} lacks the positions of its parameters in the full model: {places['because']}")
+    return places
+
+
+def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+    manifest = Manifest.read(part)
+    manifest.verify()
+    contents = CheckpointContents.read(manifest)
+    places = _read_places(part, contents.document["extra"])
     renamed = {layer_of(name): layer_of(position["name"]) for name, position in places.items() if layer_of(name)}
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]

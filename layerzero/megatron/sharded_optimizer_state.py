@@ -126,7 +126,16 @@ def sharded_states(
         )
     averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
     common = _merge_over_ranks(common, groups.model)
-    # See [Note: Formats of the optimizer state].
+    state = _format_state(common, kind, tensors, averaged)
+    if "optimizer" in state and grad_scaler is not None:
+        state["grad_scaler"] = dict(grad_scaler)
+    return state
+
+
+def _format_state(
+    common: _CommonState, kind: str | None, tensors: dict[str, Any], averaged: int | None
+) -> dict[str, Any]:
+    """Return the state dict without loss scale; see [Note: Formats of the optimizer state]."""
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
     for step in common.steps:  # at most one
         inner["state"] = {"common_step": torch.tensor(step)}
@@ -134,14 +143,9 @@ def sharded_states(
     of_members: dict[str, Any] = {_TENSORS: tensors} if tensors else {}
     if averaged is not None:
         of_members[_AVERAGE] = {"n_averaged": averaged}
-    if kind is None and not common.stores_masters:
-        return {**inner, **of_members}
-    state = {"optimizer": inner, **of_members}
-    if grad_scaler is not None:
-        state["grad_scaler"] = dict(grad_scaler)
     if kind is not None:
-        state["param_state_sharding_type"] = kind
-    return state
+        return {"optimizer": inner, **of_members, "param_state_sharding_type": kind}
+    return {"optimizer": inner, **of_members} if common.stores_masters else {**inner, **of_members}
 
 
 def _sharded_entries(
@@ -162,19 +166,10 @@ def _sharded_entries(
     result: dict[str, Any] = {}
     for group in pair.groups:
         example_state = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
-        dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
         if not is_loading and group.get("step") is not None:
             steps.add(float(group["step"]))
         for member in pair.members(group):
-            if is_loading:
-                # Use separate memory, so that a failed load changes nothing.
-                rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
-            elif example_state and not state:  # no step yet, or all steps were skipped after overflows
-                rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
-                steps.add(0.0)
-            else:
-                # Some optimizers store no state, such as SGD without momentum.
-                rows = _rows_of_state(member, state.get(member.name, None if example_state else {}), steps)
+            rows = _state_rows(member, state, example_state, steps, is_loading=is_loading)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
             if kind is not None or _master_dtype_differs(member):
@@ -187,7 +182,23 @@ def _sharded_entries(
     return result
 
 
-def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
+def _state_rows(
+    member: ManagedParam,
+    states: Mapping[str, Any],
+    example_state: Mapping[str, Any],
+    steps: set[float],
+    *,
+    is_loading: bool,
+) -> dict[str, Tensor]:
+    """Return the rows of each tensor of a parameter's optimizer state, and add its step count to `steps`."""
+    dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
+    if is_loading:  # separate memory, so that a failed load changes nothing
+        return {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+    if example_state and not states:  # no step yet, or all steps were skipped after overflows
+        steps.add(0.0)
+        return {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+    # Some optimizers store no state, such as SGD without momentum.
+    state = states.get(member.name, None if example_state else {})
     if state is None:
         raise ValueError(
             f"{member.name!r} has not been stepped yet, but Megatron's format has one step count for all parameters. "
@@ -263,10 +274,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
     step = _common_step(inner)
     plans = []
     for index, pair in enumerate(pairs):
-        values = {
-            member.name: _found_values(member, tensors.get(_state_key(index, member), {}))
-            for member in _all_members(pair)
-        }
+        values = _found_values(pair, index, tensors)
         groups = [_loaded_group(pair, group, saved, step, values) for group in pair.optimizer.param_groups]
         plans.append((pair, values, groups))
     for pair, values, groups in plans:
@@ -296,13 +304,18 @@ def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average
     ema.n_averaged.fill_(int(average_state.get("n_averaged", 1)))
 
 
-def _found_values(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
-    if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
-        raise ValueError(
-            f"the checkpoint has no {', '.join(missing)} of {member.name!r}. Load it without the optimizer"
-        )
-    return dict(values)
+def _found_values(pair: ChunkOptimizer, index: int, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the loaded tensors of each parameter, by parameter name and kind of state."""
+    found = {}
+    for member in _all_members(pair):
+        values = tensors.get(_state_key(index, member), {})
+        values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
+        if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
+            raise ValueError(
+                f"the checkpoint has no {', '.join(missing)} of {member.name!r}. Load it without the optimizer"
+            )
+        found[member.name] = values
+    return found
 
 
 def _loaded_group(
