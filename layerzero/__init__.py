@@ -16,8 +16,8 @@ with warnings.catch_warnings():
 
 from layerzero import optimizers
 from layerzero.comm.codecs import GatherCodec
-from layerzero.comm.collective_watchdog import Watchdog
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
+from layerzero.comm.watchdog import Watchdog
 from layerzero.config import LayerZeroConfig
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_

@@ -2,11 +2,11 @@
 
 If a rank dies, its collectives with other ranks fail, at the latest after their timeout. With gloo, `wait` raises an
 error, and each of the other ranks then raises an error that names the missing ranks, unless the store died with them.
-With NCCL, `wait` never raises. layerzero's watchdog then logs which ranks are late (collective_watchdog.py), and
+With NCCL, `wait` never raises. layerzero's watchdog then logs which ranks are late (watchdog.py), and
 torch's watchdog ends the process after the timeout. If ranks share memory, a rank that waits for a process that has
 exited raises an error at once (transport/shm_counters.py).
 
-The diagnosis runs after a collective has failed. Before that, `collective_watchdog` reports late ranks.
+The diagnosis runs after a collective has failed. Before that, `watchdog` reports late ranks.
 
 [Note: Published rank status]
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under its own

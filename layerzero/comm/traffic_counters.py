@@ -70,10 +70,22 @@ def display_name(collective: Collective, name: str) -> str:
 
 
 class WatchdogInterface(Protocol):
-    """Interface through which the monitor of waits asks a watchdog."""
+    """Interface through which the monitor of waits asks a watchdog; see watchdog.py."""
 
-    def late_on_device(self, seconds: float) -> Any:
-        """Return the oldest collective on a device if it has been pending for `seconds`, otherwise None."""
+    @property
+    def scope(self) -> str: ...
+
+    def late_on_device(self, seconds: float) -> Any: ...
+
+    def unreported(self) -> Any: ...
+
+    def state(self) -> Any: ...
+
+    def report(self, monitor: Any) -> None: ...
+
+    def accept(self, message: str) -> None: ...
+
+    def report_silence(self, launch: Any, seconds: float) -> None: ...
 
 
 class Observers:

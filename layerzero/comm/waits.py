@@ -1,5 +1,7 @@
 """Find ranks that wait for each other, and report where a rank is for which others wait.
 
+The watchdog (watchdog.py) uses the same questions and answers for its reports.
+
 [Note: Ranks that wait for each other]
 A thread that waits for other ranks records its wait, which costs one entry in a dictionary. A monitor looks at the
 recorded waits. Once a wait is `_ASK_AFTER` seconds old, the monitor asks the ranks of the awaited collective, through
@@ -38,6 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -49,13 +52,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
 from layerzero.comm.process_groups import Reservation, current_groups
-from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.comm.traffic_counters import TrafficCounters, WatchdogInterface
 from layerzero.device.streams import StreamThread
 
 __all__ = [
+    "Answers",
+    "ModelState",
     "NamedWait",
     "WaitCycleError",
+    "WaitMonitor",
     "WaitState",
+    "has_joined",
     "may_wait",
     "monitor_waits",
     "raise_verdict",
@@ -67,6 +74,7 @@ SLICE = 0.5  # seconds after which a waiting thread looks for a verdict
 _ASK_AFTER, _ASK_SOON, _WARN_AFTER = 10.0, 1.0, 60.0  # seconds
 _TICK, _PERIOD = 0.5, 4.0  # seconds between two looks at the recorded waits, and between two questions about a wait
 _TO_ANSWER, _POLL, _FOREVER = 3.0, 0.05, timedelta(days=30)
+_SILENT = 3.5  # seconds after which the store counts as not answering
 _SCOPE = "layerzero/waits"
 _SYNCHRONIZING = ("barrier", "all_", "_all_", "reduce_scatter", "_reduce_scatter", "monitored_barrier")
 _STANDARD_LIBRARY, _TORCH, _LAYERZERO = (
@@ -180,6 +188,17 @@ def raise_verdict() -> None:
 
 
 @dataclass(frozen=True)
+class ModelState:
+    """State of a model with a watchdog on a rank."""
+
+    step: int
+    last: str  # name of the rank's last launch
+    ago: float  # seconds since that launch
+    late: WaitState | None  # oldest collective that is not complete
+    seconds: float  # since the launch of that collective
+
+
+@dataclass(frozen=True)
 class RankWaits:
     """Answer of a rank that was asked for its waits."""
 
@@ -189,11 +208,16 @@ class RankWaits:
     waits: Sequence[WaitState]
     launches: Mapping[str, tuple[int, Sequence[str]]]  # by group: number of launches, purposes of the latest
     failed: Mapping[str, str]  # by group: message of the error that has ended its waits
+    models: Mapping[str, ModelState] = field(default_factory=dict)  # by scope of the watchdog
 
     @classmethod
     def parse(cls, text: str | bytes) -> RankWaits:
         entry = json.loads(text)
-        return cls(**entry | {"waits": [WaitState(**wait) for wait in entry["waits"]]})
+        entry["waits"] = [WaitState(**wait) for wait in entry["waits"]]
+        for state in entry["models"].values():
+            state["late"] = state["late"] and WaitState(**state["late"])
+        entry["models"] = {scope: ModelState(**state) for scope, state in entry["models"].items()}
+        return cls(**entry)
 
 
 Answers = Mapping[int, RankWaits]
@@ -203,10 +227,10 @@ def _absent(wait: WaitState, answers: Answers) -> set[int]:
     """Return the ranks that are known to be absent from the collective of `wait`."""
     if not wait.group:
         return set(wait.ranks)
-    return {rank for rank in wait.ranks if rank in answers and not _has_joined(wait, answers[rank])}
+    return {rank for rank in wait.ranks if rank in answers and not has_joined(wait, answers[rank])}
 
 
-def _has_joined(wait: WaitState, answer: RankWaits) -> bool:
+def has_joined(wait: WaitState, answer: RankWaits) -> bool:
     """Return whether a rank has launched the collective of `wait`, and no other collective in its place."""
     launches, recent = answer.launches.get(wait.group, (0, ()))
     later = launches - wait.number
@@ -256,6 +280,8 @@ class WaitMonitor:
         # Separate connections, because a pending request blocks the other threads that use a connection.
         self._answering: Store = self._default.clone()  # type: ignore[attr-defined]
         self._asking: Store | None = None  # created when it is first needed
+        self._questions: threading.Thread | None = None  # asks other ranks, and cannot be interrupted
+        self._heard = 0.0  # time of the last answer of the store to this thread
         self._counters: list[weakref.ref[TrafficCounters]] = []
         self._users = 0
         self.ended = threading.Event()
@@ -284,8 +310,9 @@ class WaitMonitor:
     def close(self) -> None:
         """End the threads. At the exit of the process, no thread may be inside the store."""
         self.ended.set()
-        for thread in reversed(self._threads):  # the second thread wakes the first
-            thread.join(_TO_ANSWER)
+        for thread in (*reversed(self._threads), self._questions):  # the second thread wakes the first
+            if thread is not None:
+                thread.join(_TO_ANSWER)
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{_SCOPE}/{kind}/{rank}"
@@ -307,6 +334,10 @@ class WaitMonitor:
                     if store.check([own_verdict]):
                         self._accept(store.get(own_verdict).decode(), store)
                         store.delete_key(own_verdict)
+                    for watchdog in self._watchdogs():
+                        if store.check([report := f"{watchdog.scope}/report/{self._rank}"]):
+                            watchdog.accept(store.get(report).decode())
+                            store.delete_key(report)
                     store.set(self._key("answer", self._rank), json.dumps(asdict(self._answer(asked, store))))
             for kind in ("asked", "verdict", "answer", "wake"):  # a later monitor must not read them
                 store.delete_key(self._key(kind, self._rank))
@@ -337,12 +368,15 @@ class WaitMonitor:
             launches[f"torch/{group.group_name}"] = _launches_of(group), ()
         failed = {held.name: held.failure for held in groups if held.failure}
         at, stuck = _where(frames.get(program.ident or 0)), bool(on_device) or not running
-        return RankWaits(asked, stuck, at, (*waits, *on_device), launches, failed)
+        models = {watchdog.scope: watchdog.state() for watchdog in self._watchdogs()}
+        return RankWaits(asked, stuck, at, (*waits, *on_device), launches, failed, models)
+
+    def _watchdogs(self) -> list[WatchdogInterface]:
+        models = [counters for ref in self._counters if (counters := ref()) is not None]
+        return [watchdog for model in models if (watchdog := model.watchdog) is not None]
 
     def _late_on_device(self) -> list[Wait]:
-        models = [counters for ref in self._counters if (counters := ref()) is not None]
-        watchdogs = [watchdog for model in models if (watchdog := model.watchdog) is not None]
-        return [late for watchdog in watchdogs if (late := watchdog.late_on_device(_ASK_AFTER)) is not None]
+        return [late for each in self._watchdogs() if (late := each.late_on_device(_ASK_AFTER)) is not None]
 
     # Questions
 
@@ -358,14 +392,16 @@ class WaitMonitor:
         if self._threads[0].is_alive():
             with suppress(RuntimeError):
                 self._default.set(self._key("wake", self._rank), "")
-        del self._default, self._asking
+        del self._default
 
-    def _connection(self) -> Store:
+    @property
+    def connection(self) -> Store:
+        """Connection of the thread that asks."""
         self._asking = self._asking or self._answering.clone()  # type: ignore[attr-defined]
         return self._asking
 
     def _check(self, now: float) -> None:
-        """Ask other ranks if a wait of this rank is old."""
+        """Ask other ranks, in a thread, if a wait of this rank is old or a collective of a watched model is late."""
         for thread, wait in _waits.copy().items():
             if wait is None or not thread.is_alive():
                 self._since.pop(thread, None)
@@ -373,44 +409,76 @@ class WaitMonitor:
                     del _waits[thread]
             elif self._since.get(thread, (None, 0.0))[0] is not wait:
                 self._since[thread] = wait, now
+        late = [(watchdog, launch) for watchdog in self._watchdogs() if (launch := watchdog.unreported()) is not None]
+        if self._questions is not None and self._questions.is_alive():
+            for watchdog, launch in late if now - self._heard > _SILENT else ():
+                watchdog.report_silence(launch, now - self._heard)
+            return
         oldest = min((since for _, since in self._since.values()), default=now)
         is_old = now - oldest >= (_ASK_SOON if _suspicious else _ASK_AFTER)
-        if now < self._next or not (is_old or self._late_on_device()):
-            return
+        is_old = now >= self._next and (is_old or bool(self._late_on_device()))
+        if is_old or late:
+            target = partial(self._ask_and_report, [watchdog for watchdog, _ in late], oldest if is_old else None)
+            self._heard = now
+            self._questions = threading.Thread(target=target, name="layerzero wait monitor", daemon=True)
+            self._questions.start()
+
+    def _ask_and_report(self, watchdogs: Sequence[WatchdogInterface], oldest: float | None) -> None:
+        try:
+            for watchdog in watchdogs:
+                watchdog.report(self)
+            if oldest is not None:
+                self._resolve(oldest)
+        except (dist.DistNetworkError, dist.DistStoreError):
+            self.ended.set()
+        except Exception:
+            _LOG.exception("layerzero: the monitor of the waits of rank %d has failed and has stopped", self._rank)
+            self.ended.set()
+
+    def _resolve(self, oldest: float) -> None:
+        """Ask other ranks for their waits. End the waits of ranks that wait for each other, or log where a rank is.
+
+        Args:
+            oldest: start of the oldest wait of this rank.
+        """
         answers = self._ask_all()
         self._next = time.monotonic() + _PERIOD
         own = answers[self._rank]
         failures = [answers[p].failed.get(w.group, "") for w in own.waits for p in w.ranks if p in answers]
         text = next(filter(None, failures), "")
         if not text and self._rank in (stuck := find_stuck(answers)):
-            again = self._ask(stuck)
+            again = self.ask(stuck)
             if all(rank in again and again[rank].waits == answers[rank].waits for rank in stuck) and (
                 find_stuck(again) == stuck
             ):
                 text = _describe_cycle(again, stuck)
                 for rank in stuck - {self._rank}:
-                    self._connection().set(self._key("verdict", rank), text)
-                    self._connection().set(self._key("wake", rank), "")
+                    self.deliver(rank, self._key("verdict", rank), text)
         if text:
-            self._accept(text, self._connection())
-        elif now - oldest >= _WARN_AFTER and self._warned != oldest:
+            self._accept(text, self.connection)
+        elif (seconds := time.monotonic() - oldest) >= _WARN_AFTER and self._warned != oldest:
             self._warned = oldest
-            self._warn(answers, now - oldest)
+            self._warn(answers, seconds)
+
+    def deliver(self, rank: int, key: str, text: str) -> None:
+        """Store a text under a key, and wake a rank, which reads it."""
+        self.connection.set(key, text)
+        self.connection.set(self._key("wake", rank), "")
 
     def _ask_all(self) -> dict[int, RankWaits]:
         """Ask the ranks for which this rank waits, the ranks for which these wait, and so on."""
         answers: dict[int, RankWaits] = {}
         asked, to_ask = set[int](), {self._rank}
         while to_ask:
-            answers |= self._ask(to_ask)
+            answers |= self.ask(to_ask)
             asked |= to_ask
             waits = [wait for rank in to_ask if rank in answers for wait in answers[rank].waits]
             to_ask = {rank for wait in waits for rank in wait.ranks} - asked
         return answers
 
-    def _ask(self, ranks: Iterable[int]) -> dict[int, RankWaits]:
+    def ask(self, ranks: Iterable[int]) -> dict[int, RankWaits]:
         """Return answers that were made after the start of this call. Omit ranks that do not answer."""
-        store = self._connection()
+        store = self.connection
         answers, numbers = {}, {}
         for rank in ranks:
             if rank == self._rank:
@@ -418,6 +486,7 @@ class WaitMonitor:
             else:
                 numbers[rank] = store.add(self._key("asked", rank), 1)
                 store.set(self._key("wake", rank), "")
+                self._heard = time.monotonic()
         deadline = time.monotonic() + _TO_ANSWER
         while numbers and time.monotonic() < deadline and not self.ended.is_set():
             for rank, number in list(numbers.items()):
@@ -425,6 +494,7 @@ class WaitMonitor:
                 if store.check([key]) and (answer := RankWaits.parse(store.get(key))).asked >= number:
                     answers[rank] = answer
                     del numbers[rank]
+                self._heard = time.monotonic()
             time.sleep(_POLL if numbers else 0)
         return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.collective_watchdog import Watchdog, new_scope
+from layerzero.comm.watchdog import Watchdog, new_scope
 from layerzero.engine.hooks import get_state
 
 __all__ = ["watchdog"]
@@ -17,9 +17,8 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     All ranks must call this function.
 
     The message names the collective, its unit and the step. It also names each missing rank and that rank's last
-    collective. The message is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The
-    watchdog does not abort collectives. Only the timeout of the process group does. A watchdog uses two threads and
-    sends a request to the store every 1 to 10 s, or more often if `limit` is less than 4 s.
+    collective. The message is logged within 5 s after the limit. The watchdog does not abort collectives. Only the
+    timeout of the process group does. While no collective is late, a watchdog sends no requests to the store.
 
     On a device, :func:`layerzero.shard_model` starts a default watchdog. Its limit is half the timeout of the process
     group, but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call
@@ -55,6 +54,6 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     if replaced is not None:
         replaced.close()
         lz_state.detach(replaced)
-    started = Watchdog(lz_state.mesh_info, scope, limit, owner=lz_state)
+    started = Watchdog(lz_state.mesh_info, scope, limit)
     lz_state.attach(started)
     return started

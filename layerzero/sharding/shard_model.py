@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import DifferenceCodec, GatherCodec
-from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import connect_pairs, timeout_of
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.process_groups import (
@@ -29,6 +28,7 @@ from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.comm.waits import monitor_waits
+from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
@@ -419,7 +419,7 @@ def _start_watchdog(lz_state: LayerZeroState) -> None:
         return
     groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
-    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=lz_state, is_default=True)
+    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, is_default=True)
     lz_state.attach(watchdog)
 
 

@@ -73,8 +73,8 @@ def test_ranks_are_stuck_only_if_their_waits_lasted_at_the_same_time() -> None:
     store = dist.HashStore()
     first, later = (NamedWait("hop 1", lambda _: [0]).state(store) for _ in range(2))
     for again, expected in ((first, True), (later, False)):
-        monitor = mock.Mock(_rank=0, _since={}, _next=0.0, _warned=0.0)
+        monitor = mock.Mock(_rank=0, _warned=0.0)
         answers = {0: _answer(_absent(1)), 1: _answer(first)}
-        monitor._ask_all.return_value, monitor._ask.return_value = answers, answers | {1: _answer(again)}
-        WaitMonitor._check(monitor, time.monotonic())
+        monitor._ask_all.return_value, monitor.ask.return_value = answers, answers | {1: _answer(again)}
+        WaitMonitor._resolve(monitor, time.monotonic())
         assert monitor._accept.called is expected

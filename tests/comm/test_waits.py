@@ -375,8 +375,8 @@ def _trains(rank: int) -> int:
     model, optimizer = _trained()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    requests = mock.Mock(wraps=waits.WaitMonitor._ask)
-    with mock.patch.object(waits.WaitMonitor, "_ask", requests):
+    requests = mock.Mock(wraps=waits.WaitMonitor.ask)
+    with mock.patch.object(waits.WaitMonitor, "ask", requests):
         for step in range(2, 10):
             _step(model, optimizer, step)
     keys = [f"layerzero/waits/{kind}/{rank}" for kind in ("wake", "asked", "answer", "verdict")]
