@@ -148,11 +148,9 @@ class ShardedOptimizer(OptimizerProxy):
         self._lz_state = lz_state
         self._completed_backwards = 0  # number of backward passes up to the last step
         self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
-        self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
-        self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
-        self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
+        self._listed: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
+        self._members: dict[int, ManagedParam | None] = {}  # by id of the listed parameter; None: it is not sharded
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (rows that replace a sharded tensor, that tensor)
-        self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._new: dict[int, dict[str, Any]] = {}  # keyed by the id of the listed parameter; state for torch to fill
         self._new_settings: list[tuple[dict[str, Any], Collection[str]]] = []  # groups, and settings for torch to fill
         self._is_used_by_torch = False  # True if torch's functions have created state since the last step or load
@@ -173,15 +171,13 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self.param_groups = inner.param_groups
         self.state: ParamKeyedState = ParamKeyedState(  # type: ignore[assignment]
-            inner, self._master_of, self._member_at, self._update_rule, self._new
+            inner, self._members, lz_state.parameters, self._update_rule, self._new
         )
-        for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
-            for parameter, master in zip(group_parameters, masters, strict=True):
-                if parameter in old_state:
-                    member = lz_state.parameters.managed_param(parameter)
-                    holder = None if member is None else self.state.holder_of(member.sharded)
-                    if values := self._shard_state_of(old_state[parameter], holder, group):
-                        inner.state[master] = values
+        for group, former, listed in zip(self.param_groups, old_parameters, self._listed, strict=True):
+            for old, parameter in zip(former, listed, strict=True):
+                holder = self.state.holder_of(parameter)
+                if old in old_state and (values := self._shard_state_of(old_state[old], holder, group)):
+                    inner.state[self._master_of(parameter)] = values
         for find in (self._find_master, self._find_sharded):  # tables may refer to parameters from before shard_model
             self._replace_references(find)
         lz_state.optimizers.add(self)
@@ -226,7 +222,7 @@ class ShardedOptimizer(OptimizerProxy):
             )
         if load_error := self._lz_state.status.load_error or self.load_error:
             raise RuntimeError(load_error)
-        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        require_unedited(self.param_groups, self.inner.param_groups, self._listed)
         loss = None if closure is None else torch.enable_grad()(closure)()
         if creates_state_only(self, self._lz_state.gradients, self._lz_state.ranks):
             self._create_new_state()
@@ -251,7 +247,7 @@ class ShardedOptimizer(OptimizerProxy):
                 update_params(self.inner, self._update_rule, self._lz_state, refresh, prepared)
 
             step_without_global_hooks(self.inner, update_all)
-        self._lz_state.gradients.record_step(list(self._member_at.values()))
+        self._lz_state.gradients.record_step(self._managed)
         self._lz_state.gradients.record_use()
         self._counted.count_step()
         for observer in observers:
@@ -269,12 +265,13 @@ class ShardedOptimizer(OptimizerProxy):
         """Create tensors for torch's functions to fill. See [Note: torch's get_state_dict]."""
         self._is_used_by_torch = True
         on_read = cache(partial(warnings.warn, NOT_STEPPED) if self._lz_state.ranks.is_first else bool)
-        for group, masters in zip(self.param_groups, self._masters, strict=True):
+        for group in self.param_groups:
             example = cache(partial(self._example_state, group))
             _, settings = state_after_a_step(self.inner, {**group, "params": []}, self._lz_state.mesh_info.device)
             self._new_settings.append((group, added := [name for name in settings if name not in group]))
             group.update({name: settings[name] for name in added})
-            for parameter, master in zip(group["params"], masters, strict=True):
+            for parameter in group["params"]:
+                master = self._master_of(parameter)
                 if parameter.requires_grad and (values := example(master.ndim, master.device)):
                     self._new[id(parameter)] = new_state(values, master, self.state.holder_of(parameter), on_read)
 
@@ -304,30 +301,39 @@ class ShardedOptimizer(OptimizerProxy):
         self._lz_state.scheduler.complete_gradients()
         for parameter in parameters:
             if parameter.grad is not None:
-                (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
-        self._lz_state.gradients.record_drop(list(self._member_at.values()))
+                (parameter.grad if self._members[id(parameter)] is None else plain(parameter.grad)).zero_()
+        self._lz_state.gradients.record_drop(self._managed)
         self._lz_state.gradients.record_use(are_zero=True)
+
+    @property
+    def _managed(self) -> list[ManagedParam]:
+        """Sharded parameters in the groups."""
+        return [member for member in self._members.values() if member is not None]
+
+    def _master_of(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the inner optimizer updates for a listed parameter."""
+        member = self._members[id(parameter)]
+        return parameter if member is None else member.master_param
 
     @contextmanager
     def _use_masters_in_groups(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
         # See [Note: Parameter groups during a step].
         params_by_group = [group["params"] for group in self.param_groups]
+        pairs = [(member.sharded, member.master_param) for member in self._managed]
         try:
             self._replace_references(self._find_master)
-            for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
-                for parameter, master in zip(parameters, masters, strict=True):
-                    if master is not parameter:
-                        master.grad = None if parameter.grad is None else rows_of(parameter.grad)
-                group["params"] = masters
+            for parameter, master in pairs:
+                master.grad = None if parameter.grad is None else rows_of(parameter.grad)
+            for group, parameters in zip(self.param_groups, params_by_group, strict=True):
+                group["params"] = list(map(self._master_of, parameters))
             with self._placeholders.replacing(self._masters_without_rows(), lambda: self.state.stored):
                 yield
         finally:
             self._replace_references(self._find_sharded)
-            for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
+            for group, parameters in zip(self.param_groups, params_by_group, strict=True):
                 group["params"] = parameters
-                for parameter, master in zip(parameters, masters, strict=True):
-                    if master is not parameter:
-                        master.grad = None
+            for _, master in pairs:
+                master.grad = None
 
     def _replace_references(self, find: Callable[[Tensor | int], Tensor | None]) -> None:
         if is_elementwise_by_name(self.inner):
@@ -355,12 +361,12 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the empty masters that need placeholders during a step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
-        masters = [self._master_of[key] for key in self._member_at if key not in self._update_rule.owned]
+        masters = (m.master_param for m in self._managed if id(m.sharded) not in self._update_rule.owned)
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
-        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        require_unedited(self.param_groups, self.inner.param_groups, self._listed)
         if self.has_owners:
             raise RuntimeError(
                 f"{method.__name__}() of {type(self.inner).__name__} is not supported: it would read this rank's rows, "
@@ -369,10 +375,9 @@ class ShardedOptimizer(OptimizerProxy):
         refusal = (
             f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
         )
-        parameters = [member.sharded for member in self._member_at.values()]
         writes = WriteDetector(
-            chain.from_iterable(self._masters),
-            partial(record_writes, parameters),
+            map(self._master_of, chain.from_iterable(self._listed)),
+            partial(record_writes, [member.sharded for member in self._managed]),
             refusal if ParamView.EMA in self._lz_state.status.active_views else None,
         )
         with self._use_masters_in_groups(reduced_grad_rows), writes:
@@ -385,58 +390,48 @@ class ShardedOptimizer(OptimizerProxy):
 
         As in torch, `param_group` itself becomes the group, so that changes of the dictionary take effect.
         """
-        require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
+        require_unedited(self.inner.param_groups, self.inner.param_groups, self._listed)
         params = [param_group["params"]] if isinstance(param_group["params"], Tensor) else list(param_group["params"])
         names = [each[0] for each in params if isinstance(each, tuple)]  # of pairs of a name and a parameter
         parameters = [current(each[1] if isinstance(each, tuple) else each) for each in params]
         refuse_mixed_dtensors(
             self.inner, param_group, [p for p in parameters if self._lz_state.parameters.is_ignored(p)], parameters
         )
-        listed: list[Tensor] = []
-        masters: list[Tensor] = []
-        members: list[ManagedParam] = []
-        given, count = dict(param_group), len(self.inner.param_groups)
+        given, count, known = dict(param_group), len(self.inner.param_groups), dict(self._members)
         try:
             for parameter in parameters:
-                member = self._lz_state.parameters.managed_param(parameter)
-                masters.append(self._master_for(parameter, member))
-                listed.append(parameter)
-                members += [] if member is None else [member]
+                self._add_member(parameter)
+            masters = list(map(self._master_of, parameters))
             require_apex_dtypes(self.inner, [master for master in masters if master.requires_grad])
             param_group["params"] = list(zip(names, masters, strict=True)) if names else masters
             self.inner.add_param_group(param_group)
             param_group.update(self.inner.param_groups[-1])  # an overridden method may have added a copy
             self.inner.param_groups[-1] = param_group
-            masters, param_group["params"] = param_group["params"], listed
+            param_group["params"] = parameters
+            members = [member for parameter in parameters if (member := self._members[id(parameter)]) is not None]
             self._update_rule.add_group(param_group, members)
         except Exception:
             del self.inner.param_groups[count:]
             param_group.clear()
             param_group.update(given)
-            for parameter in (*listed, *masters):
-                self._master_of.pop(id(parameter), None)
-                self._member_at.pop(id(parameter), None)
+            self._members.clear()  # in place, because the state refers to it
+            self._members.update(known)
             raise
-        self._masters.append(masters)
-        self._shown.append(list(listed))
+        self._listed.append(list(parameters))
 
-    def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
+    def _add_member(self, parameter: Tensor) -> None:
+        member = self._lz_state.parameters.managed_param(parameter)
         if member is None and not self._lz_state.parameters.is_ignored(parameter):
             raise ValueError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the model when it "
                 "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
                 "before shard_model"
             )
-        if member is None:  # shard_model has ignored the parameter, so the optimizer updates it directly
-            self._master_of[id(parameter)] = parameter
-            return parameter
-        key = id(member.sharded)
-        if key in self._master_of:
-            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer. Remove one of the entries")
-        master = member.master_param.requires_grad_(member.sharded.requires_grad)
-        self._master_of[key] = self._master_of[id(master)] = master
-        self._member_at[key] = member
-        return master
+        if member is not None:
+            if id(parameter) in self._members:
+                raise ValueError(f"parameter {member.name!r} appears twice in the optimizer. Remove one of the entries")
+            member.master_param.requires_grad_(member.sharded.requires_grad)
+        self._members[id(parameter)] = member
 
     # State dicts
 
@@ -475,7 +470,7 @@ class ShardedOptimizer(OptimizerProxy):
 
         def make_numbered() -> dict[str, Any]:
             state = {self._name_of(p): self._public_state(p, values) for p, values in self.state.stored_by_param()}
-            state |= {self._name_of(p): self._new[id(p)] for p in chain(*self._shown) if id(p) in self._new}
+            state |= {self._name_of(p): self._new[id(p)] for p in chain(*self._listed) if id(p) in self._new}
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
             self._forget_new_state()  # only torch's functions get it; see [Note: torch's get_state_dict]
             return to_numbered({"state": {**state, **self.shared_state()}, "param_groups": groups})
@@ -574,7 +569,7 @@ class ShardedOptimizer(OptimizerProxy):
                 plain_optimizer.load_state_dict(state)
         """
         model_ranks = self._lz_state.ranks
-        specs = (member.spec for member in self._member_at.values())
+        specs = (member.spec for member in self._managed)
         refuse_rank_local("ShardedOptimizer.full_state_dict", specs, model_ranks.size)
         keeps = not rank0_only or model_ranks.is_first
 
@@ -655,9 +650,9 @@ class ShardedOptimizer(OptimizerProxy):
                     key: to_device_of(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()
                 }
             if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
-                cut = {key: to_device_of(value, self._master_of[id(parameter)]) for key, value in cut.items()}
+                cut = {key: to_device_of(value, self._master_of(parameter)) for key, value in cut.items()}
             if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
-                state[self._master_of[id(parameter)]] = cut
+                state[self._master_of(parameter)] = cut
         self._forget_new_state()
         self._is_used_by_torch = False
         self.state.clear()
@@ -671,8 +666,8 @@ class ShardedOptimizer(OptimizerProxy):
 
     def _warn_of_lost_state(self, saved_state: Container[str]) -> None:
         """Warn if a load may drop the state of frozen parameters, because torch's functions have left it out."""
-        frozen = [p for p in chain(*self._shown) if not p.requires_grad and self._name_of(p) not in saved_state]
-        lost = [p for p in frozen if self._is_used_by_torch or self.state.stored.get(self._master_of[id(p)])]
+        frozen = [p for p in chain(*self._listed) if not p.requires_grad and self._name_of(p) not in saved_state]
+        lost = [p for p in frozen if self._is_used_by_torch or self.state.stored.get(self._master_of(p))]
         if lost and self._lz_state.ranks.is_first:
             warnings.warn(STATE_IS_LOST.format(names=shorten_names(map(self._name_of, lost))), stacklevel=4)
 
@@ -748,7 +743,7 @@ class ShardedOptimizer(OptimizerProxy):
         return holder.state_spec(shape) if isinstance(holder, FullParam) else holder.spec
 
     def _name_of(self, parameter: Tensor) -> str:
-        member = self._member_at.get(id(parameter))
+        member = self._members.get(id(parameter))
         if member is not None:
             return member.name
         return next(name for name, candidate in self._model.named_parameters() if candidate is parameter)

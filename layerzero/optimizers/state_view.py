@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.managed_param import ManagedParam, ParamRegistry
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
@@ -32,8 +32,8 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     Args:
         inner: the wrapped optimizer.
-        master_of: mapping from the id of a sharded parameter to its master.
-        member_at: mapping from the id of a sharded parameter to its managed parameter.
+        members: managed parameters, by id of the sharded parameter. None: a parameter that is not sharded.
+        parameters: managed parameters of the model.
         update_rule: has the parameters that owners update in full.
         new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
@@ -41,14 +41,14 @@ class ParamKeyedState(MutableMapping[Any, Any]):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        master_of: Mapping[int, Tensor],
-        member_at: Mapping[int, ManagedParam],
+        members: Mapping[int, ManagedParam | None],
+        parameters: ParamRegistry,
         update_rule: UpdateRule,
         new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
-        self._master_of = master_of
-        self._member_at = member_at
+        self._members = members
+        self._parameters = parameters
         self._update_rule = update_rule
         self._new = new
         self._received: Mapping[str, Any] | None = None  # states of owned parameters, until the state changes
@@ -78,7 +78,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         stored = self.stored
         for group in self._inner.param_groups:
             for parameter in group["params"]:
-                if values := stored.get(self._master_of[id(parameter)]):  # a lookup may have created an empty dict
+                if values := stored.get(self._key_of(parameter)):  # a lookup may have created an empty dict
                     yield parameter, values
 
     def __getitem__(self, key: Any) -> Any:
@@ -111,7 +111,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         holder = self.holder_of(key)  # type: ignore[arg-type]
         if isinstance(holder, FullParam):
             return holder.member.name in self._owned_elsewhere()
-        return self._master_of.get(id(key), key) in self.stored or id(key) in self._new
+        return (self._key_of(key) if id(key) in self._members else key) in self.stored or id(key) in self._new
 
     def __iter__(self) -> Iterator[Any]:
         yield from (p for group in self._inner.param_groups for p in group["params"] if p in self)
@@ -148,16 +148,20 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         """Return the key of the inner optimizer's state: the master of a parameter, or another key itself."""
         if not isinstance(key, Tensor):
             return key
-        if id(key) not in self._master_of:
+        if id(key) in self._members:
+            member = self._members[id(key)]
+            return key if member is None else member.master_param
+        member = self._parameters.managed_param(key)
+        if member is None or key is not member.master_param or id(member.sharded) not in self._members:
             raise KeyError(
                 f"the optimizer has no parameter that is this tensor of shape {list(key.shape)}. Use a parameter that "
                 "optimizer.param_groups lists"
             )
-        return self._master_of[id(key)]
+        return key
 
     def holder_of(self, key: object) -> Holder:
         """Return the :data:`Holder` of the state under a key."""
-        return self._update_rule.owned.get(id(key)) or self._member_at.get(id(key))
+        return self._update_rule.owned.get(id(key)) or self._members.get(id(key))
 
     def _owned_elsewhere(self) -> Mapping[str, Any]:
         """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
