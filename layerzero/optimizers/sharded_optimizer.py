@@ -9,11 +9,12 @@ run at full speed.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -68,7 +69,6 @@ from layerzero.optimizers.torch_state_dict import (
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
-    OptimizerProxy,
     StepCounter,
     WriteDetector,
     record_writes,
@@ -80,6 +80,8 @@ from layerzero.optimizers.wrapped_optimizer import (
 from layerzero.utils.add_ons import addon
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+_OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both optimizers have
 
 
 def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool | None = None) -> ShardedOptimizer:
@@ -128,7 +130,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     return ShardedOptimizer(optimizer, lz_state, full_param_kinds)
 
 
-class ShardedOptimizer(OptimizerProxy):
+class ShardedOptimizer(Optimizer):
     """Torch ``Optimizer`` over sharded parameters. Created by :func:`shard_optimizer`.
 
     Other public attributes are those of the wrapped optimizer. Methods of the wrapped optimizer,
@@ -182,12 +184,23 @@ class ShardedOptimizer(OptimizerProxy):
             self._replace_references(find)
         lz_state.optimizers.add(self)
 
+    def __getattr__(self, name: str) -> Any:
+        # Private attributes are not forwarded. GradScaler reads one of them from fused optimizers.
+        if name.startswith("_") or "inner" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.inner, name)
+        if inspect.ismethod(value) and value.__self__ is self.inner:
+            return wraps(value)(partial(self._call_inner, value))
+        return value
+
     def __setattr__(self, name: str, value: Any) -> None:
         view = vars(self).get(name)
         if isinstance(view, ParamKeyedState):  # optimizer.state = defaultdict(dict)
             view.replace(value)
-        else:
+        elif name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self):
             super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -364,7 +377,7 @@ class ShardedOptimizer(OptimizerProxy):
         masters = (m.master_param for m in self._managed if id(m.sharded) not in self._update_rule.owned)
         return [master for master in masters if not master.numel()]
 
-    def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._listed)
         if self.has_owners:
@@ -621,38 +634,18 @@ class ShardedOptimizer(OptimizerProxy):
             loaded = loaded if changed is None else changed
         loaded = self.to_model_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
-        params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
-        # As in torch, keys that no group lists are not parameters.
-        listed = {name for group in loaded["param_groups"] for name in group["params"]}
-        listed |= {key for key, v in loaded["state"].items() if tree_any_only(DTensor, lambda _: True, v)}
-        if unexpected := sorted((listed - set(params_by_name)) & set(loaded["state"])):
-            raise ValueError(
-                f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
-                "an optimizer with the same parameters"
-            )
-        saved_state = {name: values for name, values in loaded["state"].items() if name in listed}
-        state = {key: deepcopy(v) if copy else v for key, v in loaded["state"].items() if key not in listed}
+        saved_state, state = self._split_shared_state(loaded)
         if copy:
             self._warn_of_lost_state(saved_state)
-        written = {name for name in saved_state if not is_unwritten(saved_state[name])}
-        if all(self.state.holder_of(params_by_name[name][0]) is None for name in written) and len(written) < len(
-            saved_state
-        ):
-            written.clear()  # nothing was loaded, so the state of parameters that are not sharded is as new
-        for name, values in saved_state.items():
-            if name not in written:
-                continue
-            parameter, group = params_by_name[name]
-            holder = self.state.holder_of(parameter)
-            cut = self._shard_state_of(values, holder, group, copy=copy)
-            if holder is None:
-                cut = {
-                    key: to_device_of(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()
-                }
-            if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
-                cut = {key: to_device_of(value, self._master_of(parameter)) for key, value in cut.items()}
-            if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
-                state[self._master_of(parameter)] = cut
+            state = deepcopy(state)
+        written = self._written_names(saved_state)
+        for group in self.param_groups:
+            for parameter, name in zip(group["params"], self.parameter_names(group), strict=True):
+                if name in written:
+                    rows = self._rows_to_load(parameter, group, saved_state[name], copy=copy)  # may communicate
+                    holder = self.state.holder_of(parameter)
+                    if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
+                        state[self._master_of(parameter)] = rows
         self._forget_new_state()
         self._is_used_by_torch = False
         self.state.clear()
@@ -663,6 +656,41 @@ class ShardedOptimizer(OptimizerProxy):
             group.update({key: load_setting(group.get(key), value) for key, value in settings.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _split_shared_state(self, loaded: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """Return the state of parameters by name, and the state under keys that are not parameters."""
+        # As in torch, keys that no group lists are not parameters.
+        listed = {name for group in loaded["param_groups"] for name in group["params"]}
+        listed |= {key for key, v in loaded["state"].items() if tree_any_only(DTensor, lambda _: True, v)}
+        own = {name for _, names in self._named_groups() for name in names}
+        if unexpected := sorted((listed - own) & set(loaded["state"])):
+            raise ValueError(
+                f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
+                "an optimizer with the same parameters"
+            )
+        state = loaded["state"]
+        return {k: v for k, v in state.items() if k in listed}, {k: v for k, v in state.items() if k not in listed}
+
+    def _written_names(self, saved_state: Mapping[str, Any]) -> set[str]:
+        """Return the names of the parameters whose state is not that of :meth:`_create_new_state`."""
+        written = {name for name, values in saved_state.items() if not is_unwritten(values)}
+        is_sharded = any(member.name in written for member in self._managed)
+        # If nothing was loaded into sharded state, the state of parameters that are not sharded is as new, too.
+        return written if is_sharded or len(written) == len(saved_state) else set()
+
+    def _rows_to_load(
+        self, parameter: Tensor, group: Mapping[str, Any], values: Mapping[str, Any], *, copy: bool
+    ) -> dict[str, Any]:
+        """Return this rank's part of a parameter's state, on the devices on which the optimizer needs it."""
+        holder = self.state.holder_of(parameter)
+        rows = self._shard_state_of(values, holder, group, copy=copy)
+        on_device = group.get("fused") or group.get("capturable")  # step counts must be on the parameter's device
+        return {
+            key: to_device_of(value, self._master_of(parameter))
+            if on_device or (holder is None and isinstance(value, Tensor) and value.ndim)
+            else value
+            for key, value in rows.items()
+        }
 
     def _warn_of_lost_state(self, saved_state: Container[str]) -> None:
         """Warn if a load may drop the state of frozen parameters, because torch's functions have left it out."""

@@ -1,9 +1,8 @@
-"""Helpers of ShardedOptimizer that forward to the wrapped optimizer, detect its writes and check its groups."""
+"""Helpers of ShardedOptimizer that step the wrapped optimizer, detect its writes and check its groups."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from layerzero.optimizers.optimizer_copy import unwrap_step
 
 __all__ = [
     "MasterKeyedState",
-    "OptimizerProxy",
     "StepCounter",
     "WriteDetector",
     "record_writes",
@@ -30,8 +28,6 @@ __all__ = [
     "require_unedited",
     "step_without_global_hooks",
 ]
-
-_OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both optimizers have
 
 
 class StepCounter:
@@ -61,31 +57,6 @@ class StepCounter:
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._counter["skipped"] += 1
         self._stepped, self._backwards = False, backwards
-
-
-class OptimizerProxy(Optimizer):
-    """Optimizer whose public attributes are those of the inner optimizer, unless the class defines them itself."""
-
-    inner: Optimizer
-
-    def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `method`, which is a method of the inner optimizer. Subclasses must override `call_inner`."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        # Private attributes are not forwarded. GradScaler reads one of them from fused optimizers.
-        if name.startswith("_") or "inner" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self.inner, name)
-        if inspect.ismethod(value) and value.__self__ is self.inner:
-            return functools.wraps(value)(functools.partial(self.call_inner, value))
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.inner, name, value)
 
 
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
