@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex, with_preparation
 from layerzero.optimizers.compatibility_trial import (
     TrialError,
+    copy_optimizer,
     find_owner_difference,
     find_row_difference,
     find_unsavable_state,
     group_kind,
+    inner_optimizers,
 )
-from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unwrap_step
+from layerzero.optimizers.wrapped_optimizer import unwrap_step
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 

@@ -9,36 +9,49 @@ The scale of the gradients varies by orders of magnitude. Some gradients are zer
 gradients is constant, so that an optimizer's estimates of a distance or a learning rate change during the trial.
 Afterwards, the parameters and all scalars in the optimizer's state must agree. Scalars are compared because a scalar
 that is computed from all elements differs between ranks long before the parameters differ.
+
+[Note: Copies of optimizers]
+torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` drop all
+other attributes, but most third-party optimizers have such attributes. Therefore the attributes are deep-copied one by
+one. The memo dict of ``copy.deepcopy`` maps the original's parameters and state to the new ones, so that attributes
+that refer to them are not copied again.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain
-from types import FunctionType, GetSetDescriptorType, NoneType
+from types import FunctionType, GetSetDescriptorType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
+from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.stale_parameter import current
 from layerzero.optimizers.apex import apex_class, with_preparation
-from layerzero.optimizers.optimizer_copy import HOOKS, copy_optimizer, unwrap_step, user_attributes
 from layerzero.optimizers.placeholders import placeholder
+from layerzero.optimizers.wrapped_optimizer import HOOKS, replace_params, unwrap_step
 from layerzero.utils.add_ons import addon
 
 __all__ = [
     "TrialError",
+    "copy_optimizer",
     "find_owner_difference",
     "find_row_difference",
     "find_unsavable_state",
     "group_kind",
+    "inner_optimizers",
     "steps_matrices_separately",
 ]
 
@@ -67,6 +80,9 @@ _SAVABLE = (Tensor, bool, int, float, str, NoneType, torch.dtype)  # types in st
 _Shapes = list[tuple[int, ...]]
 # Values that never change. Functions are compared by identity.
 _FROZEN = (bool, int, str, type, torch.dtype, FunctionType, property, classmethod, staticmethod, GetSetDescriptorType)
+_NOT_THE_USERS = {"gathered", "_is_param", "main_grad", "grad_added_to_main_grad"}  # attributes of sharded parameters
+# Types of resources outside of the optimizer. A copy refers to the same objects as the original.
+_SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 _RESULTS: dict[tuple[Any, ...], Any] = {}  # results of trials, by everything that a trial depends on
 
 
@@ -154,22 +170,8 @@ def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | 
     groups = [group for group in _one_group_per_kind(optimizer) if kind in (None, group_kind(group))]
     large: list[_Shapes] = [[_LARGE]] * len(groups)
     trials = [(_small_shapes(optimizer, groups), _STEPS), (large, _STEPS // 2)] if groups else []
-    for shapes, steps in trials:
-        data = [_make_data(device, each, steps) for each in shapes]
-        with _preserve_rng(device), _disable_compile():
-            full = _run_full(optimizer, groups, data)
-            try:
-                ranks = [
-                    _run_steps(optimizer, groups, [each.rows_of_rank(rank) for each in data]) for rank in range(_RANKS)
-                ]
-            except Exception as error:
-                raise TrialError(
-                    f"it stepped small parameters, but not their rows on several simulated ranks: {_error_text(error)}"
-                ) from error
-        difference = _compare(full, ranks, data, [False] * len(groups)) or _unsavable(full, data, rows=True)
-        if difference is not None:
-            return difference
-    return None
+    differences = (_try_ranks(optimizer, device, groups, shapes, steps=steps) for shapes, steps in trials)
+    return next((each for each in differences if each is not None), None)
 
 
 @_remember
@@ -184,38 +186,43 @@ def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param
             of dims as the optimizer's parameters.
     """
     groups = _one_group_per_kind(optimizer)
+    owned = [group_kind(group) in full_param_kinds for group in groups]
     small, fitting = _small_shapes(optimizer, groups), _small_shapes(optimizer, groups, only_fitting=True)
     try:
-        return _try_owners(optimizer, device, full_param_kinds, small)
+        return _try_ranks(optimizer, device, groups, small, owned)
     except TrialError:
         if fitting == small:
             raise
-    return _try_owners(optimizer, device, full_param_kinds, fitting)
+    return _try_ranks(optimizer, device, groups, fitting, owned)
 
 
-def _try_owners(
-    optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[_Shapes]
+def _try_ranks(
+    optimizer: Optimizer,
+    device: torch.device,
+    groups: Sequence[dict[str, Any]],
+    shapes: Sequence[_Shapes],
+    owned: Sequence[bool] = (),
+    steps: int = _STEPS,
 ) -> str | None:
-    data, groups = [_make_data(device, each) for each in shapes], _one_group_per_kind(optimizer)
-    owned = [group_kind(group) in full_param_kinds for group in groups]
-    with _preserve_rng(device), _disable_compile():
+    """Describe how steps of the simulated ranks differ from steps on full parameters, or return None if they agree.
+
+    Args:
+        shapes: shapes of the parameters, by group.
+        owned: whether the group's parameters have owners, by group. If the sequence is empty, none has.
+    """
+    data, owned = [_make_data(device, each, steps) for each in shapes], owned or [False] * len(groups)
+    with _isolated(device):
         full = _run_full(optimizer, groups, data)
         try:
-            ranks = [
-                _run_steps(
-                    optimizer,
-                    groups,
-                    [each if is_owned else each.rows_of_rank(rank) for each, is_owned in zip(data, owned, strict=True)],
-                    owned,
-                    rank,
-                )
-                for rank in range(_RANKS)
-            ]
+            ranks = []
+            for rank in range(_RANKS):
+                parts = [each if whole else each.rows_of_rank(rank) for each, whole in zip(data, owned, strict=True)]
+                ranks.append(_run_steps(optimizer, groups, parts, owned, rank))
         except Exception as error:
-            raise TrialError(
-                f"it stepped small parameters together, but not one after the other: {_error_text(error)}"
-            ) from error
-    return _compare(full, ranks, data, owned)
+            text = f"it stepped small parameters, but not the parts of simulated ranks: {_error_text(error)}"
+            raise TrialError(text) from error
+    difference = _compare(full, ranks, data, owned)
+    return difference if difference is not None or any(owned) else _unsavable(full, data, rows=True)
 
 
 @_remember
@@ -229,7 +236,7 @@ def find_unsavable_state(optimizer: Optimizer, device: torch.device) -> str | No
     shapes = _small_shapes(optimizer, groups, only_fitting=True)
     data = [_make_data(device, each) for each in shapes]
     large = [_make_data(device, [_LARGE] if (7, 6) in each else each, steps=2) for each in shapes]
-    with _preserve_rng(device), _disable_compile():
+    with _isolated(device):
         full, full_large = _run_full(optimizer, groups, data), _run_full(optimizer, groups, large)
         try:
             resumed = _run_full(optimizer, groups, data, resumes_at=_STEPS // 2)
@@ -279,7 +286,7 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
     if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
-    with _preserve_rng(device), _disable_compile():
+    with _isolated(device):
         try:
             full = _run_full(optimizer, groups, [data] * len(groups))
             parts = [[data.rows_of_rank(part)] * len(groups) for part in range(3)]
@@ -293,17 +300,19 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
 
 def _equals_halves(stack: Any, *halves: Any) -> bool:
     """Return whether a stack's state equals the concatenated states of its halves, up to rounding."""
-    if isinstance(stack, Tensor) and stack.ndim:
-        parts = torch.cat([torch.as_tensor(half) for half in halves])
-        return parts.shape == stack.shape and torch.allclose(parts, stack, rtol=1e-3, atol=1e-6)
-    if isinstance(stack, (Mapping, list, tuple)):
-        keys = stack.keys() if isinstance(stack, Mapping) else range(len(stack))
-        return all(len(half) == len(stack) for half in halves) and all(
-            _equals_halves(stack[key], *(half[key] for half in halves)) for key in keys
-        )
-    if isinstance(stack, (int, float, Tensor)):
-        return all(math.isclose(stack, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
-    return all(half == stack for half in halves)
+    if any(tree_structure(half) != tree_structure(stack) for half in halves):
+        return False
+    for whole, *parts in zip(tree_leaves(stack), *map(tree_leaves, halves), strict=True):
+        if isinstance(whole, Tensor) and whole.ndim:
+            joined = torch.cat([torch.as_tensor(part) for part in parts])
+            if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=1e-3, atol=1e-6):
+                return False
+        elif isinstance(whole, (int, float, Tensor)):
+            if not all(math.isclose(whole, part, rel_tol=1e-4, abs_tol=1e-12) for part in parts):
+                return False
+        elif any(part != whole for part in parts):
+            return False
+    return True
 
 
 def _run_full(
@@ -320,11 +329,21 @@ def _owner_of(index: int) -> int:
     return index % (_RANKS - 1)
 
 
-def _preserve_rng(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Context manager that restores random number generators, and disables ``torch.compile``.
+
+    ``torch.compile`` would compile kernels for each small shape. A process that has not imported ``torch._dynamo`` does
+    not compile.
+    """
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return torch.random.fork_rng(devices=[index], device_type=device.type)
+        rng = torch.random.fork_rng(devices=[])
+    else:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        rng = torch.random.fork_rng(devices=[index], device_type=device.type)
+    with eager, rng:
+        yield
 
 
 def _seed_generators(device: torch.device) -> None:
@@ -332,14 +351,6 @@ def _seed_generators(device: torch.device) -> None:
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
-
-
-def _disable_compile() -> AbstractContextManager[Any]:
-    """Return a context manager that disables ``torch.compile``, which would compile kernels for each small shape.
-
-    If ``torch._dynamo`` has not been imported, the process does not compile, and the context has no effect.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _error_text(error: Exception) -> str:
@@ -445,11 +456,9 @@ def _run_steps(
     optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
     for number, scale in enumerate(data[0].scales):
         if number == resumes_at:
-            former, old = optimizer_copy, list(chain.from_iterable(parameters_by_group))
-            parameters_by_group = [[torch.nn.Parameter(p.detach()) for p in each] for each in parameters_by_group]
+            former = optimizer_copy
             optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
-            new_of: dict[Any, Tensor] = dict(zip(old, chain.from_iterable(parameters_by_group), strict=True))
-            optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
+            optimizer_copy.state.update(former.state)
             for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
                 group.update({**saved, "params": group["params"]})
         for parameters, group_data in zip(parameters_by_group, data, strict=True):
@@ -512,41 +521,38 @@ def _defer_owned_turns(
                 later.append((group, parameter, parameter.grad))
             if is_owned and (is_later or not is_owned_here):
                 parameter.grad = None
-    return _step_one_by_one(later)
 
+    def turns() -> Iterator[_Turn]:
+        for group, parameter, gradient in later:
+            parameter.grad = gradient
+            yield group, parameter
+            parameter.grad = None
 
-def _step_one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[_Turn]:
-    for group, parameter, gradient in later:
-        parameter.grad = gradient
-        yield group, parameter
-        parameter.grad = None
+    return turns()
 
 
 def _numbers(
     optimizer_copy: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[str, float]]:
-    yield from _numbers_in("an attribute", vars(optimizer_copy))
-    yield from _numbers_in(
-        "the shared state", {k: v for k, v in optimizer_copy.state.items() if not isinstance(k, Tensor)}
-    )
-    for position, (group, group_parameters, rows) in enumerate(
-        zip(optimizer_copy.param_groups, parameters, trained, strict=True)
-    ):
-        yield from _numbers_in(f"parameter group {position}", group)
+    """Yield the scalars in a copy's attributes, groups and state, with descriptions of their locations."""
+    shared = {key: value for key, value in optimizer_copy.state.items() if not isinstance(key, Tensor)}
+    tables: list[tuple[str, Mapping[Any, Any], torch.Size | None]]
+    tables = [("an attribute", vars(optimizer_copy), None), ("the shared state", shared, None)]
+    groups = zip(optimizer_copy.param_groups, parameters, trained, strict=True)
+    for position, (group, group_parameters, rows) in enumerate(groups):
+        tables.append((f"parameter group {position}", group, None))
         for index, parameter in enumerate(group_parameters):
             values = optimizer_copy.state.get(parameter)
             if isinstance(values, Mapping) and rows[index].numel():
-                yield from _numbers_in(f"the state of parameter {index} of group {position}", values, parameter.shape)
-
-
-def _numbers_in(
-    location: str, values: Mapping[Any, Any], shape: torch.Size | None = None
-) -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        if isinstance(value, float):
-            yield f"{key!r} in {location}", value
-        elif isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and value.shape != shape:
-            yield f"{key!r} in {location}", value.item()
+                tables.append((f"the state of parameter {index} of group {position}", values, parameter.shape))
+    for location, table, shape in tables:
+        for key, value in table.items():
+            if isinstance(value, float):
+                yield f"{key!r} in {location}", value
+            elif (
+                isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.shape != shape
+            ):
+                yield f"{key!r} in {location}", value.item()
 
 
 def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: Sequence[_Data], owned: Sequence[bool]) -> str | None:
@@ -578,3 +584,120 @@ def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: Sequence[_Data], o
     if not has_changed:
         raise TrialError(f"{_STEPS} steps on small parameters did not change them")
     return None
+
+
+def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
+    """Return a copy of the optimizer that has the same class, attributes and settings but steps other parameters.
+
+    References to parameters in attributes become references to the new parameters, if possible with the same number of
+    dims. A new parameter gets the attributes of an old one.
+
+    If a parameter in a group has state, all parameters in the copied group get similar state, because some optimizers
+    create state in their constructor.
+
+    Args:
+        optimizer: the original, which is not changed.
+        groups: pairs of a group of the optimizer, including ``"params"``, and the parameters that replace the group's
+            parameters.
+
+    Raises:
+        Exception: an attribute cannot be copied. The error comes from the attribute's copy method.
+    """
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    memo: dict[int, Any] = {id(optimizer.state): state}
+    all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
+    new_groups = []
+    for settings, parameters in groups:
+        old_parameters = list(settings["params"])
+        for index, old in enumerate(old_parameters):
+            alike = [parameter for parameter in parameters if _row_ndim(parameter) == _row_ndim(old)] or parameters
+            memo[id(old)] = alike[index % len(alike)]
+        examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
+        for parameter in parameters:
+            old = examples.get(_row_ndim(parameter), next(iter(examples.values())))
+            for name, value in user_attributes(old).items():
+                vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
+        memo[id(settings["params"])] = list(parameters)
+        parameter_with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
+        if parameter_with_state is not None:
+            for parameter in parameters:
+                values = optimizer.state[parameter_with_state].items()
+                state[parameter] = {
+                    key: _convert_value(value, parameter_with_state, parameter) for key, value in values
+                }
+        new_groups.append((settings, list(parameters)))
+    # Other attributes may also refer to parameters. These references must not become copies of the parameters.
+    for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
+        memo.setdefault(id(old), groups[0][1][0])
+    ids = {id(old): memo[id(old)] for old in all_parameters}
+    memo[id(optimizer.param_groups)] = [
+        {**{key: _copy_value(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
+        for settings, parameters in new_groups
+    ]
+    optimizer_copy: Optimizer = _create_blank(optimizer, memo)
+    _copy_attributes(optimizer_copy, optimizer, memo)
+    for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
+        replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
+    return optimizer_copy
+
+
+def _row_ndim(parameter: Tensor) -> int:
+    """Return the number of dims of a parameter. A parameter without dims has one, because it is stored as one row."""
+    return max(current(parameter).ndim, 1)
+
+
+def user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user has set on a parameter."""
+    return {name: value for name, value in vars(parameter).items() if name not in _NOT_THE_USERS}
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers in the attributes of `optimizer`, which may be a wrapper."""
+    optimizers = []
+    for value in vars(optimizer).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        optimizers += [each for each in values if isinstance(each, Optimizer) and each is not optimizer]
+    return optimizers
+
+
+def _create_blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
+    memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
+    return optimizer_copy
+
+
+def _copy_attributes(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+    for inner in inner_optimizers(optimizer):
+        if id(inner) not in memo:
+            memo.setdefault(id(inner.state), defaultdict(dict))
+            _copy_attributes(_create_blank(inner, memo), inner, memo)
+    for key, value in vars(optimizer).items():
+        if key in HOOKS:
+            vars(optimizer_copy)[key] = OrderedDict()
+        elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
+            vars(optimizer_copy)[key] = _copy_value(value, memo)
+
+
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, _SHARED):
+        return value
+    if isinstance(value, Tensor) and not value.is_leaf:
+        value = value.detach()
+    return copy.deepcopy(value, memo)
+
+
+def _convert_value(value: Any, old: Tensor, parameter: Tensor) -> Any:
+    """Convert a state value of the parameter `old` to a state value for `parameter`.
+
+    A tensor with the shape of `old` becomes a tensor with the shape of `parameter`, filled with the first element of
+    `value`. Other values are copied.
+    """
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value, old = plain(value.detach()), current(old)
+    if value.ndim and value.shape in (old.shape, plain(old).shape):
+        first_element = value.flatten()[:1]
+        return torch.full_like(parameter, float(first_element) if first_element.numel() else 0.0, dtype=value.dtype)
+    return value.clone()

@@ -39,7 +39,6 @@ from layerzero.optimizers.compatibility import (
     kinds_that_need_full_params,
     state_after_a_step,
 )
-from layerzero.optimizers.optimizer_copy import replace_params
 from layerzero.optimizers.optimizer_state import (
     IMPLEMENTATION_SETTINGS,
     Holder,
@@ -74,6 +73,7 @@ from layerzero.optimizers.wrapped_optimizer import (
     record_writes,
     reduced_grad_rows,
     refuse_mixed_dtensors,
+    replace_params,
     require_unedited,
     step_without_global_hooks,
 )

@@ -1,11 +1,21 @@
-"""Helpers of ShardedOptimizer that step the wrapped optimizer, detect its writes and check its groups."""
+"""Helpers of ShardedOptimizer that step the wrapped optimizer, detect its writes and check its groups.
+
+[Note: Tables of parameters]
+An optimizer may refer to parameters outside of its groups and its state: in dicts that are keyed by parameter or by
+``id(parameter)``, in sets and in lists. As the groups do, these containers refer to sharded parameters between steps,
+where users fill and read them, and to masters during a step. Containers are changed in place, also containers inside
+containers and inside the attributes of objects.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+import operator
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,21 +23,40 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.optimizers.optimizer_copy import unwrap_step
 
 __all__ = [
+    "HOOKS",
     "MasterKeyedState",
     "StepCounter",
     "WriteDetector",
     "record_writes",
     "reduced_grad_rows",
     "refuse_mixed_dtensors",
+    "replace_params",
     "require_unedited",
     "step_without_global_hooks",
+    "unwrap_step",
 ]
+
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_NOT_TABLES = ("params", "param_names", "param_groups", "state", *HOOKS)  # attributes and settings
+_LEVELS_OF_OBJECTS = 4  # depth of nested containers in the attributes of an object
+_LEVELS = 7  # depth of nested containers, where a dict has two levels: itself and its pairs of keys and values
+_LEAVES = (float, str, bool, NoneType)
+_OPAQUE = (torch.nn.Module, Optimizer, FunctionType, ModuleType, type)  # objects whose attributes are not searched
+_HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 class StepCounter:
@@ -57,6 +86,11 @@ class StepCounter:
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._counter["skipped"] += 1
         self._stepped, self._backwards = False, backwards
+
+
+def unwrap_step(step: Any) -> Any:
+    """Return an optimizer class's ``step`` without torch's hook wrapper, which also runs the global hooks."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
@@ -231,3 +265,46 @@ def record_writes(parameters: Iterable[Tensor]) -> None:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.tracker is not None:
             parameter._local_tensor.tracker.record_write()
+
+
+def replace_params(settings: dict[Any, Any], find: Callable[[Tensor | int], Tensor | None]) -> None:
+    """Replace parameters and their ids in an optimizer's attributes or a group; see [Note: Tables of parameters].
+
+    Args:
+        find: function that returns the replacement of a tensor, or of the tensor with an id. None means no replacement.
+    """
+    for name, value in settings.items():
+        if name not in _NOT_TABLES:
+            settings[name] = _replace_in(value, find, _LEVELS)
+
+
+def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], levels: int) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor) or kind is int:
+        new = find(value)
+        return value if new is None else id(new) if kind is int else new
+    if kind in _LEAVES or not levels:
+        return value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = list(value)
+    elif isinstance(value, (dict, WeakKeyDictionary, WeakIdKeyDictionary)):
+        items = list(value.items())
+    else:
+        # Objects inside of objects are not searched: a logger, for example, refers to all other loggers.
+        if levels > _LEVELS_OF_OBJECTS and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+            _replace_in(vars(value), find, _LEVELS_OF_OBJECTS)
+        return value
+    new_items = [_replace_in(item, find, levels - 1) for item in items]
+    if all(map(operator.is_, items, new_items)):
+        return value
+    if isinstance(value, (tuple, frozenset)):
+        return value._make(new_items) if hasattr(value, "_make") else kind(new_items)
+    value.clear()
+    if isinstance(value, (list, deque)):
+        value.extend(new_items)
+    elif isinstance(value, set):
+        value.update(new_items)
+    else:
+        for key, each in new_items:  # Counter.update would count the pairs
+            value[key] = each
+    return value
