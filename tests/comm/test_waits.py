@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,7 +25,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import saving
 from layerzero.comm import waits
 from layerzero.comm.agreement import require_equal
-from tests.support.graphs import batch, blocks, one_pass, sgd, shard
+from tests.support.graphs import batch, message_of, one_pass, train_step, trained
 from tests.support.late_device import NAME, Device, register
 from tests.support.logs import logged
 from tests.support.models import (
@@ -50,30 +49,6 @@ def _soon(ask: float = ASK, warn: float = 60.0) -> Iterator[None]:
         yield
 
 
-def _trained(size: int = 2) -> tuple[nn.Module, Any]:
-    model = shard(blocks(3), size=size)
-    optimizer = layerzero.shard_optimizer(sgd(model), model)
-    for step in range(2):
-        _step(model, optimizer, step)
-    return model, optimizer
-
-
-def _step(model: nn.Module, optimizer: Any, step: int) -> None:
-    one_pass(model, dist.get_rank(), step)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
-            call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def _evaluates(model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Evaluate on rank 0 alone, and continue to train on all ranks, as nanoGPT does."""
     if dist.get_rank() == 0:
@@ -82,7 +57,7 @@ def _evaluates(model: nn.Module, optimizer: Any, folder: Path) -> None:
             model(batch(0, 2))
         model.train()
     for step in range(2, 5):
-        _step(model, optimizer, step)
+        train_step(model, optimizer, step)
 
 
 def _one_batch_fewer(then: Callable[[nn.Module, Any, Path], object]) -> Callable[..., None]:
@@ -146,8 +121,8 @@ SCENARIOS: dict[str, Callable[..., None]] = {
 
 def _runs(rank: int, scenario: str, size: int, folder: Path) -> str:
     with _soon():
-        model, optimizer = _trained(size)
-        message = _message(partial(SCENARIOS[scenario], model, optimizer, folder))
+        model, optimizer = trained(size)
+        message = message_of(partial(SCENARIOS[scenario], model, optimizer, folder))
         _meet()
         return message
 
@@ -227,7 +202,7 @@ def test_a_rank_without_a_backward_before_a_step_contributes_zeros(
 
 def _evaluates_in_shared_memory(rank: int) -> list[str]:
     with logged() as lines:
-        model, optimizer = _trained()
+        model, optimizer = trained()
         _evaluates(model, optimizer, Path())
         _evaluates(model, optimizer, Path())
         return lines
@@ -247,8 +222,8 @@ def _barrier() -> None:
 def _waits_in_torch(rank: int) -> tuple[str, list[str]]:
     """Have one batch fewer on rank 1, which waits in a barrier of its own."""
     with _soon(), logged() as lines:
-        model, _ = _trained()
-        message = _message(partial(one_pass, model, 0, 2) if rank == 0 else _barrier)
+        model, _ = trained()
+        message = message_of(partial(one_pass, model, 0, 2) if rank == 0 else _barrier)
         if rank == 0:
             dist.barrier()  # so that rank 1 can end
         return message, lines
@@ -283,7 +258,7 @@ def _evaluates_on_a_device(rank: int) -> str:
             train(3)
 
         train(3)
-        message = _message(evaluate_and_train)
+        message = message_of(evaluate_and_train)
         _meet()
     return message
 
@@ -297,7 +272,7 @@ def test_ranks_that_wait_for_each_other_on_a_device_raise_the_same_error() -> No
 def _is_slow(rank: int, how: str) -> list[str]:
     """Let one rank come late: it computes alone, or waits for a thread that does."""
     with _soon(warn=1.0), logged() as lines:
-        model, optimizer = _trained()
+        model, optimizer = trained()
         for step in range(2, 4):
             if rank == 1 and how == "sleeps":
                 time.sleep(2)
@@ -305,7 +280,7 @@ def _is_slow(rank: int, how: str) -> list[str]:
                 thread = threading.Thread(target=time.sleep, args=[2])
                 thread.start()
                 thread.join()
-            _step(model, optimizer, step)
+            train_step(model, optimizer, step)
         return lines
 
 
@@ -321,17 +296,17 @@ def test_a_slow_rank_is_waited_for_and_one_warning_says_where_it_is(how: str, sh
 def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
     """Let rank 0 and a thread of the other rank wait, while nothing but a thread of this program is late."""
     with _soon():
-        model, optimizer = _trained()
+        model, optimizer = trained()
         if how == "save":
             pending = _slow_save(model, optimizer, folder, seconds=2.0 * rank)
             if rank == 0:
                 pending.wait()
-            _step(model, optimizer, 2)
+            train_step(model, optimizer, 2)
             pending.wait()
             return 0
         agree = partial(require_equal, "agreement of a thread", {}, ranks=range(2))
         if rank == 0:
-            _step(model, optimizer, 2)
+            train_step(model, optimizer, 2)
             agree()
             return 0
         agreeing = threading.Thread(target=agree)
@@ -343,7 +318,7 @@ def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
             loaded.get()
         else:
             loading.finished.wait()
-        _step(model, optimizer, 2)
+        train_step(model, optimizer, 2)
         agreeing.join()
         return 0
 
@@ -372,13 +347,13 @@ def test_a_rank_is_not_stuck_while_its_background_save_runs() -> None:
 
 def _trains(rank: int) -> int:
     """Count the requests to the store of steps in which nothing waits for long."""
-    model, optimizer = _trained()
+    model, optimizer = trained()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     requests = mock.Mock(wraps=waits.WaitMonitor.ask)
     with mock.patch.object(waits.WaitMonitor, "ask", requests):
         for step in range(2, 10):
-            _step(model, optimizer, step)
+            train_step(model, optimizer, step)
     keys = [f"layerzero/waits/{kind}/{rank}" for kind in ("wake", "asked", "answer", "verdict")]
     assert not any(store.check([key]) for key in keys)
     assert {type(wait) for wait in waits._waits.values()} == {type(None)}
@@ -398,8 +373,8 @@ def test_it_takes_ten_seconds_by_default() -> None:
 
 
 def _evaluates_by_default(rank: int) -> str:
-    model, optimizer = _trained()
-    message = _message(partial(_evaluates, model, optimizer, Path()))
+    model, optimizer = trained()
+    message = message_of(partial(_evaluates, model, optimizer, Path()))
     _meet()
     return message
 

@@ -21,12 +21,8 @@ from layerzero.optimizers.compatibility import kinds_that_need_full_params, stat
 from tests.support.models import (
     IntegerNet,
     assert_close,
-    assert_same_bits,
-    backward,
-    backward_alone,
     different,
     exact_sgd,
-    full_gradients,
     full_parameters,
     in_lockstep,
     integer_batch,
@@ -91,25 +87,6 @@ def test_both_follow_torch_in_one_process_built_before_or_after_sharding() -> No
     run_ranks(_follow_torch)
 
 
-def _exact(rank: int) -> None:
-    for zero3_size in (1, 2, 4):
-        net, model = integer_net(), shard(integer_net(), zero3_size)
-        theirs = exact_sgd(net.parameters())
-        optimizer = layerzero.shard_optimizer(optimizers.sgd(model.named_parameters(), lr=2**-4, momentum=0.5), model)
-        for step in range(3):
-            backward(model, rank, step)
-            backward_alone(net, step)
-            assert not different(full_gradients(model), {n: p.grad for n, p in net.named_parameters()}), zero3_size
-            for each in (optimizer, theirs):
-                each.step()
-                each.zero_grad()
-            assert_same_bits(model, net, f"S={zero3_size} step {step}")
-
-
-def test_sgd_with_momentum_is_exact() -> None:
-    run_ranks(_exact)
-
-
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_a_parameter_may_get_its_first_gradient_later_than_others(dampening: float) -> None:
     settings = {"lr": 2**-4, "momentum": 0.5, "weight_decay": 0.25, "dampening": dampening}
@@ -126,23 +103,11 @@ def test_a_parameter_may_get_its_first_gradient_later_than_others(dampening: flo
     torch.testing.assert_close(*results)
 
 
-def _one_step_of_defaults(rank: int) -> None:
-    # One step only: with the default eps later steps would compare rounding noise.
-    for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):
-        net, model = integer_net(), shard(integer_net())
-        reference = theirs(net.parameters())
-        in_lockstep(
-            rank, (model, layerzero.shard_optimizer(ours(model.parameters()), model)), (net, reference), range(1)
-        )
-        assert_close(full_parameters(model), dict(net.named_parameters()), ours.__name__)
-
-
 def test_defaults_are_those_of_torch() -> None:
     choice = {"fused": None, "foreach": None}
     for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):
         parameter = nn.Parameter(torch.ones(2))
         assert ours([parameter]).defaults | choice == theirs([parameter]).defaults | choice
-    run_ranks(_one_step_of_defaults)
 
 
 def test_one_line_says_what_was_taken(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
-from tests.support.graphs import WORLD, Block, batch, blocks, one_pass
+from tests.support.graphs import WORLD, Block, batch, blocks, one_pass, train_step
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -166,9 +166,7 @@ def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_traveled() ->
 def _fails_halfway(rank: int, shared_memory: str) -> None:
     model = _sharded(shared_memory=shared_memory)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    one_pass(model, rank, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model, optimizer, 0)
     start = layerzero.full_state_dict(model, rank0_only=False)
     one_pass(model, rank, 1)
     optimizer.param_groups[0]["lr"], calls = 0.25, []
@@ -187,16 +185,12 @@ def _fails_halfway(rank: int, shared_memory: str) -> None:
     optimizer.zero_grad()
     layerzero.load_full_state_dict(model, start)
     for step in range(2):
-        one_pass(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, step)
     other = _sharded(shared_memory=shared_memory)
     layerzero.load_full_state_dict(other, start)
     plain = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.25), other)
     for step in range(2):
-        one_pass(other, rank, step)
-        plain.step()
-        plain.zero_grad()
+        train_step(other, plain, step)
     got, expected = (layerzero.full_state_dict(each, rank0_only=False) for each in (model, other))
     assert not different(got, expected)
 

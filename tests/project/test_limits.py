@@ -260,8 +260,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/transport/test_post_forward_shard.py::test_units_inside_reentrant_checkpoints_have_no_post_forward_shard",
     ),
     "Different numbers of backward passes": (
-        "comm/test_failure_report.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
-        "comm/test_failure_report.py::test_one_batch_less_before_a_step_is_named_as_such",
+        "comm/test_failure_report.py::test_ranks_that_run_different_operations_are_named_with_them",
         "project/test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
         "project/test_limits_loops.py::test_other_numbers_of_micro_batches_are_an_error_in_local_mode",
     ),

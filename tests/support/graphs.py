@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,10 +33,13 @@ __all__ = [
     "freeze",
     "join",
     "loss_of",
+    "message_of",
     "one_pass",
     "run_script",
     "sgd",
     "shard",
+    "train_step",
+    "trained",
 ]
 
 WORLD, SIZE, WIDTH = 4, 2, 6
@@ -198,6 +202,32 @@ def shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    one_pass(model, dist.get_rank(), step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(size: int = SIZE, steps: int = 2, **settings: Any) -> tuple[nn.Module, Any]:
+    """Return a sharded model of three blocks after some steps, and its optimizer."""
+    model = shard(blocks(3), size=size, **settings)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step in range(steps):
+        train_step(model, optimizer, step)
+    return model, optimizer
+
+
+def message_of(call: Callable[[], Any], *, with_cause: bool = False) -> str:
+    """Return the class and the message of the error that `call` raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
+            call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}" + f" [{error.__cause__}]" * with_cause
+    return "nothing was raised"
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module, case: object) -> None:

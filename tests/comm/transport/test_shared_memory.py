@@ -31,7 +31,7 @@ from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.engine.hooks import get_state
 from layerzero.utils.machine import available_memory
-from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard, train_step
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -307,9 +307,7 @@ _SECONDS = 8  # of the process group
 def _train(model: nn.Module, rank: int) -> None:
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(100_000):
-        one_pass(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, step)
 
 
 def _meet(model: nn.Module, rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.comm.transport.shared_memory import SharedFullBuffer, WriteBarrier
 from layerzero.engine.hooks import get_state
-from tests.support.graphs import WIDTH, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.graphs import WIDTH, Block, Chain, batch, blocks, loss_of, sgd, shard, train_step
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -325,9 +325,7 @@ def _evaluate_alone(rank: int) -> None:
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     outputs = []
     for step in range(3):
-        one_pass(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, step)
         if rank == 0:
             with torch.no_grad():
                 outputs.append(model(batch(0, step)))
