@@ -22,7 +22,7 @@ from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.sharding.shard_model import shard_model
 from layerzero.slow_links import Int4Difference
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
-from layerzero.verification.local_processes import pickle_parts, run_on_local_ranks
+from layerzero.verification.local_processes import run_on_local_ranks
 from layerzero.verification.training_runs import (
     PER_MODEL,
     PlainRun,
@@ -166,9 +166,7 @@ def verify(
     arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
         arguments["zero3_sizes"] = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
-        way_out = "Define it at the top level of a module, or call verify under torchrun, which starts the processes"
-        parts = pickle_parts(arguments, way_out=way_out)
-        report: VerifyReport = run_on_local_ranks(_verify_locally, parts, world_size=world, timeout=timeout)
+        report: VerifyReport = run_on_local_ranks(_verify_locally, arguments, world_size=world, timeout=timeout)
         return report
     if world != dist.get_world_size():
         raise ValueError(
@@ -213,25 +211,18 @@ def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: An
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise ValueError(f"world_size must be an int >= 1, got {world!r}")
     kept = 1 if isinstance(reshards, bool) or callable(reshards) else reshards
-    divisors = [size for size in range(1, world + 1) if world % size == 0]
-    fitting = [size for size in divisors if size == 1 or size % kept == 0]
-    if fitting == [1] and kept > 1:
+    possible = [size for size in range(1, world + 1) if world % size == 0 and (size == 1 or size % kept == 0)]
+    if possible == [1] and kept > 1:
         raise ValueError(
             f"reshard_after_forward={kept} does not divide the {world} ranks of verify. Use a multiple of {kept} ranks"
         )
-    sizes = fitting if zero3_sizes is None else list(zero3_sizes)
-    for size in sizes:
-        if size not in divisors:
-            raise ValueError(
-                f"zero3_sizes contains {size!r}, which does not divide the {world} ranks. Use values from {divisors}"
-            )
-        if size not in fitting:
-            raise ValueError(
-                f"zero3_sizes contains {size!r}, which reshard_after_forward={kept} does not divide. Use values from "
-                f"{fitting}"
-            )
-    if not sizes:
-        raise ValueError(f"zero3_sizes is empty. Use values from {fitting}")
+    sizes = possible if zero3_sizes is None else list(zero3_sizes)
+    if not sizes or not set(sizes) <= set(possible):
+        multiple = f" and be 1 or a multiple of reshard_after_forward={kept}" * (kept > 1)
+        raise ValueError(
+            f"zero3_sizes={sizes} is not possible: sizes must divide the {world} ranks{multiple}. "
+            f"Use values from {possible}"
+        )
     return sizes
 
 

@@ -98,7 +98,7 @@ USAGE = {
     "no batches": (["bare:make_model"], "bare has no make_batch(index, rank). Define it there, or pass"),
     "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
     "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
-    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes contains 3, which does not divide the 4 ranks"),
+    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes=[3] is not possible: sizes must divide the 4 ranks"),
     "accumulation": (
         ["mine:Right", "--accumulation", "some"],
         "--accumulation must be one of sharded, full, local, got 'some'",

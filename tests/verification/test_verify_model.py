@@ -350,13 +350,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialized with 4 ranks"),
     "sizes": (
         {"zero3_sizes": [3]},
-        "zero3_sizes contains 3, which does not divide the 4 ranks. Use values from [1, 2, 4]",
+        "zero3_sizes=[3] is not possible: sizes must divide the 4 ranks. Use values from [1, 2, 4]",
     ),
-    "no sizes": ({"zero3_sizes": []}, "zero3_sizes is empty"),
+    "no sizes": ({"zero3_sizes": []}, "zero3_sizes=[] is not possible"),
     "kept by 3": ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide the 4 ranks of verify"),
     "kept by 4": (
         {"reshard_after_forward": 4, "zero3_sizes": [2]},
-        "zero3_sizes contains 2, which reshard_after_forward=4 does not divide. Use values from [1, 4]",
+        "the 4 ranks and be 1 or a multiple of reshard_after_forward=4. Use values from [1, 4]",
     ),
     "steps": ({"steps": 0}, "steps must be an int >= 1, got 0"),
     "tolerance": ({"tolerance": -1.0}, "tolerance must be a positive number, got -1.0"),
