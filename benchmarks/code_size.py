@@ -36,7 +36,6 @@ CORE = frozenset(
 ADD_ONS_IN_CORE = frozenset(
     [
         "config/yaml_file.py",
-        "reports/metrics_log.py",
         "reports/trace_file.py",
     ]
 )

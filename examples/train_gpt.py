@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SIGNAL",
         help="save and end when a rank receives SIGTERM, SIGUSR1, ...",
     )
-    add("--logdir", metavar="FOLDER", help="write losses and metrics for TensorBoard to this folder")
+    add("--logdir", metavar="FOLDER", help="write losses, gradient norms and traffic for TensorBoard to this folder")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--no-sample", action="store_true", help="do not generate text at the end")
@@ -254,8 +254,9 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
             )
             bar.update()
             if writer is not None:
-                numbers = {"loss": loss, "grad_norm": grad_norm, **layerzero.metrics(trainer.model, reset=False)}
-                for name, value in numbers.items():
+                sent = layerzero.traffic(trainer.model).bytes_by_axis
+                numbers = {f"bytes sent/{axis}": nbytes for axis, nbytes in sent.items()}
+                for name, value in {"loss": loss, "grad_norm": grad_norm, **numbers}.items():
                     writer.add_scalar(name, value, step)
             due = step + 1 == args.steps or (step + 1) % args.save_every == 0
             stopping = [request for request in requests if request.asked()]  # the same on all ranks

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
     from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
     from layerzero.reliability.watchdog import watchdog
-    from layerzero.reports.metrics_log import metrics
     from layerzero.reports.trace_file import Trace, TraceEvent, trace
     from layerzero.slow_links import (
         Float8Rows,
@@ -96,7 +95,6 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "mesh_from_groups",
-    "metrics",
     "no_sync",
     "optimizers",
     "outer",
@@ -126,7 +124,6 @@ _ADD_ONS: dict[str, tuple[str, ...]] = {
     "layerzero.reliability.fingerprint": ("Corruption", "Fingerprint", "fingerprint"),
     "layerzero.reliability.nonfinite_guard": ("NonFiniteGradients", "StepGuard", "guard_steps"),
     "layerzero.reliability.watchdog": ("watchdog",),
-    "layerzero.reports.metrics_log": ("metrics",),
     "layerzero.reports.trace_file": ("Trace", "TraceEvent", "trace"),
     "layerzero.slow_links": (
         *("Float8Rows", "Int4Blocks", "Int4Difference", "Int8Blocks"),

@@ -1,1 +1,1 @@
-"""Reports on a sharded model: memory, traffic, metrics, traces and lists of units."""
+"""Reports on a sharded model: memory, traffic, traces and lists of units."""

@@ -686,7 +686,7 @@ def test_options_that_may_be_repeated_say_so() -> None:
 # --- log of a run ---
 
 
-def _printed(rank: int, folder: str) -> tuple[str, str, str]:
+def _printed(rank: int, folder: str) -> tuple[str, str]:
     model = layerzero.shard_model(TiedTransformer(), mesh=mesh_of(2), units=TiedTransformer.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     with layerzero.trace(model, f"{folder}/rank{{rank}}.json"):
@@ -703,17 +703,15 @@ def _printed(rank: int, folder: str) -> tuple[str, str, str]:
     for kind in ("zero3_shard", "accumulator", "reduce_buffer"):
         predicted, measured = " ".join(rows[kind][:2]), " ".join(rows[kind][2:])
         assert predicted == measured != "0 B", report
-    return str(report), str(traffic), str(layerzero.metrics(model))
+    return str(report), str(traffic)
 
 
 def test_reports_are_tables_with_units_and_traces_are_read_by_commands(tmp_path: Path) -> None:
-    memory, traffic, numbers = run_ranks(_printed, str(tmp_path))[0]
+    memory, traffic = run_ranks(_printed, str(tmp_path))[0]
     assert re.search(r"^memory of this rank +predicted +measured$", memory, re.MULTILINE)
     assert re.search(r"^peak of a step +[\d.]+ .B +[\d.]+ .B$", memory, re.MULTILINE)
     assert re.search(r"^gather +\d+ ", traffic, re.MULTILINE)
     assert re.search(r"^axis replica +[\d.]+ .B$", traffic, re.MULTILINE)
-    assert re.search(r"^memory/zero3_shard +[\d.]+ .B$", numbers, re.MULTILINE)
-    assert re.search(r"^steps/taken +1$", numbers, re.MULTILINE)
 
     done = run(tmp_path, "trace", "rank0.json")
     assert done.exit_code == 0, done.stderr

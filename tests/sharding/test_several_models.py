@@ -74,7 +74,6 @@ def _refused(rank: int) -> None:
     calls: dict[str, Any] = {
         "refresh": layerzero.refresh,
         "EMA": layerzero.EMA,
-        "metrics": layerzero.metrics,
         "load_full_state_dict": lambda gan: layerzero.load_full_state_dict(gan, {}),
         "save": lambda gan: layerzero.checkpoint.save("nowhere", gan),
         "shard_optimizer": lambda gan: layerzero.shard_optimizer(torch.optim.SGD(gan.parameters(), lr=1.0), gan),

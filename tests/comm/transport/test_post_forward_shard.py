@@ -206,7 +206,6 @@ def _counted(rank: int) -> None:
     head(batch(rank, 1)).sum().backward()
     hidden.sum().backward()
     assert layerzero.traffic(model).calls["regather"] >= 3, "the root and the other units"
-    assert layerzero.metrics(model)["layerzero/wait_seconds/regather"] > 0
 
 
 def test_gathers_of_a_backward_are_among_two_ranks_and_counted() -> None:
