@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.optimizers.test_owner_state import train
-from tests.optimizers.test_owner_step import Wide
+from tests.muon.test_owner_state import train
+from tests.muon.test_owner_step import Wide
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 

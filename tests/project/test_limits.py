@@ -46,16 +46,14 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
     ),
     '`refresh_codec="lossless"` on accelerators': (
-        "comm/test_encoded_refresh.py::test_devices_are_refused",
-        "comm/test_encoded_refresh.py::test_settings_are_checked",
-        "comm/test_difference_codecs.py::test_devices_are_refused",
-        "comm/test_difference_codecs.py::test_settings_are_checked",
+        "slow_links/test_encoded_refresh.py::test_devices_are_refused",
+        "slow_links/test_encoded_refresh.py::test_settings_are_checked",
     ),
     "**Unnoticed:** with `refresh_codec=layerzero.Int4Difference()`": (
-        "comm/test_difference_codecs.py::test_streams_have_the_weights_of_forward_passes",
-        "comm/test_difference_codecs.py::test_a_resumed_run_begins_with_the_cast_masters",
-        "comm/test_difference_codecs.py::test_fingerprints_compare_replicas_only",
-        "comm/test_difference_codecs.py::test_all_replicas_have_the_same_weights",
+        "slow_links/test_encoded_refresh.py::test_streams_have_the_weights_of_forward_passes",
+        "slow_links/test_encoded_refresh.py::test_a_resumed_run_begins_with_the_cast_masters",
+        "slow_links/test_encoded_refresh.py::test_fingerprints_compare_replicas_only",
+        "slow_links/test_encoded_refresh.py::test_all_replicas_have_the_same_weights",
     ),
     "`checkpoint.on_signal` outside the main thread": (
         "checkpoint/test_preemption.py::test_a_thread_that_python_gives_no_signals_is_refused",
@@ -63,9 +61,9 @@ COVERED: dict[str, tuple[str, ...]] = {
     "`hop2_codec` or `layerzero.Int4Difference()` with copies": (
         "optimizers/test_outer_steps.py::test_copies_on_tensor_parallel_ranks_stay_equal",
     ),
-    "zstandard on some machines only": ("comm/test_encoded_refresh.py::test_settings_are_checked",),
+    "zstandard on some machines only": ("slow_links/test_encoded_refresh.py::test_settings_are_checked",),
     "`hop2_codec=layerzero.Int4Blocks()` with fp16": (
-        "comm/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
+        "slow_links/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
     ),
     "`offload_params=True` copies weights": (
         "engine/test_offload_params.py::test_streams_of_a_device_order_every_copy_of_weights",
@@ -327,31 +325,30 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     # --- optimizers ---
     "Optimizers that mix elements of different parameters": (
-        "optimizers/test_owner_step.py::test_matrix_optimizers_have_the_bits_of_one_process",
+        "muon/test_owner_step.py::test_matrix_optimizers_have_the_bits_of_one_process",
         "optimizers/test_sharded_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
         "optimizers/test_compatibility.py::test_an_optimizer_that_mixes_parameters_somewhere_is_refused",
         "optimizers/test_sharded_optimizer.py::test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding",
         "end_to_end/test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
     ),
     "`shard_optimizer` of an optimizer that needs full parameters": (
-        "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
-        "optimizers/test_owner_groups.py::test_a_second_optimizer_that_needs_more_comes_before_the_first_step",
+        "muon/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
+        "muon/test_owner_groups.py::test_a_second_optimizer_that_needs_more_comes_before_the_first_step",
     ),
     "With an optimizer that needs full parameters: its own methods": (
-        "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
-        "optimizers/test_owner_state.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
+        "muon/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
+        "muon/test_owner_state.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
         "optimizers/test_torch_state_dict.py::test_an_optimizer_with_full_parameters_has_no_numbered_state",
-        "optimizers/test_owner_state.py::test_objects_in_the_state_of_whole_parameters_are_refused_by_name",
+        "muon/test_owner_state.py::test_objects_in_the_state_of_whole_parameters_are_refused_by_name",
     ),
     "Setting `.grad` of a full parameter": (
-        "optimizers/test_owner_traffic.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
-        "optimizers/test_owner_groups.py::test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks",
+        "muon/test_owner_groups.py::test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks",
     ),
     "Passing an optimizer that wraps another optimizer": (
         "optimizers/test_wrapped_optimizer.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
     ),
     "Full parameters that a model-parallel axis cuts unevenly": (
-        "optimizers/test_owner_meshes.py::test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks",
+        "muon/test_owner_meshes.py::test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks",
     ),
     "torch's own `clip_grad_norm_` where": ("sharding/test_expert_parallel.py::test_users_see_all_experts",),
     "Optimizers whose `step` needs a closure": (
@@ -443,14 +440,14 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/test_third_party_backend.py::test_groups_have_the_timeout_that_the_backend_tells_or_torchs",
     ),
     "**Unnoticed:** with `gather_codec`": (
-        "comm/test_codecs.py::test_all_ranks_compute_with_the_same_decoded_weights",
-        "comm/test_codecs.py::test_where_nothing_is_gathered_it_has_no_effect",
-        "comm/test_codecs.py::test_coding_takes_scratch_for_some_rows_at_once",
-        "comm/test_codecs.py::test_what_is_no_codec_or_has_nothing_to_encode_is_refused",
+        "slow_links/test_codecs.py::test_all_ranks_compute_with_the_same_decoded_weights",
+        "slow_links/test_codecs.py::test_where_nothing_is_gathered_it_has_no_effect",
+        "slow_links/test_codecs.py::test_coding_takes_scratch_for_some_rows_at_once",
+        "slow_links/test_codecs.py::test_what_is_no_codec_or_has_nothing_to_encode_is_refused",
     ),
     "Each sharded model creates five process groups": (
         "project/test_limits_loops.py::test_each_model_makes_five_process_groups",
-        "optimizers/test_owner_groups.py::test_owner_groups_are_made_once_and_before_rows_move",
+        "muon/test_owner_groups.py::test_owner_groups_are_made_once_and_before_rows_move",
     ),
     "Units whose calls layerzero cannot predict": (
         "project/test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",

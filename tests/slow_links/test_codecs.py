@@ -355,30 +355,23 @@ class Shifted(AsTheyAre):
 
 
 def _refused(rank: int) -> None:
-    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+    codec = layerzero.Float8Rows()
+    for given, settings, text in (
+        ("float8", {}, "must be an object with the methods nbytes, encode, decode .*got 'float8'"),
+        (object(), {}, "layerzero.Float8Rows"),
+        (layerzero.Float8Rows, {}, "must be an object with .*got <class .*Float8Rows"),
+        (Lies(), {}, "Lies.nbytes must return a number of bytes, got 'many'"),
         (
-            {"gather_codec": "float8"},
-            TypeError,
-            "must be an object with the methods nbytes, encode, decode .*got 'float8'",
-        ),
-        ({"gather_codec": object()}, TypeError, "layerzero.Float8Rows"),
-        ({"gather_codec": layerzero.Float8Rows}, TypeError, "must be an object with .*got <class .*Float8Rows"),
-        ({"gather_codec": Lies()}, TypeError, "Lies.nbytes must return a number of bytes, got 'many'"),
-        (
-            {"gather_codec": layerzero.Float8Rows(), "mp_policy": None},
-            ValueError,
+            codec,
+            {"mp_policy": None},
             "encodes weights in bf16 and fp16, but the model computes in .*float32.*param_dtype",
         ),
-    ]
-    for settings, kind, text in refused:
-        with pytest.raises(kind, match=text):
-            shard(size=2, **settings)
-    with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec"):
-        shard(size=2, gather_codec=layerzero.Float8Rows() if rank else None)
-    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of gather_codec for the root"):
-        shard(size=2, gather_codec=Bits(16 if rank else 32))
-    with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec.*Shifted\(by="):
-        shard(size=2, gather_codec=Shifted(rank))
+        (codec if rank else None, {}, r"ranks disagree.*gather_codec"),
+        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of gather_codec for the root"),
+        (Shifted(rank), {}, r"ranks disagree.*gather_codec.*Shifted\(by="),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            shard(size=2, gather_codec=given, **settings)
 
 
 def test_what_is_no_codec_or_has_nothing_to_encode_is_refused() -> None:

@@ -29,9 +29,9 @@ from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_caching
-from tests.optimizers.test_owner_state import Factored, state_alone, whole_state
-from tests.optimizers.test_owner_step import Wide, adamw, fill_with_integers, grouped, matrices, others
-from tests.optimizers.test_owner_step import rows as rows_of
+from tests.muon.test_owner_state import Factored, state_alone, whole_state
+from tests.muon.test_owner_step import Wide, adamw, fill_with_integers, grouped, matrices, others
+from tests.muon.test_owner_step import rows as rows_of
 from tests.sharding.test_expert_parallel import UNITS as MIXTURE_UNITS
 from tests.sharding.test_expert_parallel import Experts, meshes, mine
 from tests.sharding.test_expert_parallel import Net as Mixture
@@ -208,47 +208,6 @@ def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: in
     run_ranks(_tensor_parallel, tp, size, name)
 
 
-# Unaffected features
-
-
-def _beside(rank: int) -> None:
-    model, batches = tensor_parallel(2, 2)
-    (ours,) = shard_all(OPTIMIZERS["SGD"](model), model)
-    net = Side()
-    (theirs,) = OPTIMIZERS["SGD"](net)
-    ema = layerzero.EMA(model, 0.5)
-    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(3):
-        for number, batch in enumerate(batches):
-            with layerzero.no_sync(model) if number + 1 < len(batches) else nullcontext():
-                overflows = step == 1 and batch == 7
-                scaler.scale(model(rows(batch, step)) * (math.inf if overflows else 2.0)).backward()
-        scaler.unscale_(ours)
-        norm = layerzero.clip_grad_norm_(model, 1e9)
-        if step != 1:
-            for batch in range(8):
-                net(rows(batch, step)).backward()
-            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(net.parameters(), 1e9))
-            theirs.step()
-            theirs.zero_grad()
-            average.update_parameters(net)
-        scaler.step(ours)
-        scaler.update()
-        ours.zero_grad()
-        if step != 1:
-            ema.update()
-        wrong = different(full_parameters(model), dict(net.named_parameters()))
-        assert not wrong, f"step {step}: {wrong}"
-    with ema.swapped():
-        assert not different(full_parameters(model), dict(average.module.named_parameters()))
-    assert not different(full_parameters(model), dict(net.named_parameters()))
-
-
-def test_norms_scalers_and_averages_work_beside_tensor_parallel_owners() -> None:
-    run_ranks(_beside)
-
-
 # Refusals
 
 
@@ -281,22 +240,6 @@ def _refused(rank: int) -> None:
 
 def test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks() -> None:
     run_ranks(_refused)
-
-
-def _dropped(rank: int) -> None:
-    model, batches = tensor_parallel(2, 1)
-    (optimizer,) = shard_all(OPTIMIZERS["SGD"](model), model)
-    model(rows(batches[0], 0)).backward()
-    if rank:
-        model.a.weight.grad = None
-    with pytest.raises(
-        RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that send its rows to its owner.* Set"
-    ):
-        optimizer.step()
-
-
-def test_a_gradient_that_one_tensor_rank_has_dropped_is_an_error_on_all() -> None:
-    run_ranks(_dropped, world_size=2)
 
 
 # States and checkpoints

@@ -23,7 +23,7 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.muon import owner_table
 from layerzero.muon.owner_table import owners_of
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
-from tests.optimizers.test_owner_meshes import (
+from tests.muon.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
     EachMatrix,
@@ -39,7 +39,7 @@ from tests.optimizers.test_owner_meshes import (
     steps_of,
     tensor_parallel,
 )
-from tests.optimizers.test_owner_state import state_alone, whole_state
+from tests.muon.test_owner_state import state_alone, whole_state
 from tests.support.models import (
     IntegerNet,
     different,

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.optimizers.test_owner_step import CASES as FLAT
-from tests.optimizers.test_owner_step import Wide, matrices, owned_sgd, rows, shard_all
+from tests.muon.test_owner_step import CASES as FLAT
+from tests.muon.test_owner_step import Wide, matrices, owned_sgd, rows, shard_all
 from tests.support.models import LayerwiseScaling, different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 

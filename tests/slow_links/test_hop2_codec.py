@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
-from tests.comm.test_codecs import AsTheyAre, Bits, Lies
-from tests.comm.test_codecs import batch as random_batch
-from tests.comm.test_codecs import shard as shard_random
+from tests.slow_links.test_codecs import AsTheyAre, Bits, Lies
+from tests.slow_links.test_codecs import batch as random_batch
+from tests.slow_links.test_codecs import shard as shard_random
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import (
     IntegerNet,
@@ -120,6 +120,12 @@ def test_special_values() -> None:
 # --- reductions ---
 
 
+def _model(codec: Any, size: int = 2, **settings: Any) -> nn.Module:
+    return layerzero.shard_model(
+        integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, hop2_codec=codec, **settings
+    )
+
+
 def _train(model: nn.Module, rank: int, optimizers: list[Any] | None = None, steps: int = 2) -> dict[str, Tensor]:
     optimizers = optimizers or [layerzero.shard_optimizer(exact_sgd(model.parameters()), model)]
     for step in range(steps):
@@ -138,14 +144,7 @@ def _same_bits(rank: int, stride: int) -> None:
         found = []
         for codec in (None, AsTheyAre()):
             with pytest.warns(UserWarning) if "offload" in str(settings) else nullcontext():
-                model = layerzero.shard_model(
-                    integer_net(),
-                    mesh=mesh_of(size),
-                    units=IntegerNet.UNITS,
-                    accumulation=mode,
-                    hop2_codec=codec,
-                    **settings,
-                )
+                model = _model(codec, size, accumulation=mode, **settings)
             found.append(_train(model, rank))
         assert not different(*found), (size, mode, settings)
 
@@ -161,7 +160,7 @@ def _owners(rank: int) -> None:
     """Muon's owners have parts of different sizes, some of them empty."""
     found = []
     for codec in (None, AsTheyAre(), INT8, INT4):
-        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=codec)
+        model = _model(codec)
         matrices = [p for p in model.parameters() if p.ndim == 2]
         rest = [p for p in model.parameters() if p.ndim != 2]
         optimizers = [
@@ -185,9 +184,7 @@ def _bounded(rank: int) -> None:
     for size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (2, "local")):
         gradients = []
         for codec in (None, INT8):
-            model = layerzero.shard_model(
-                integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
-            )
+            model = _model(codec, size, accumulation=mode)
             integer_loss(model, integer_batch(rank=rank)).backward()
             gradients.append(full_gradients(model))
         off = max((gradients[1][name] - exact).abs().max() for name, exact in gradients[0].items())
@@ -201,7 +198,7 @@ def test_gradients_are_close_to_exact_ones() -> None:
 
 
 def _not_finite(rank: int) -> None:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT8)
+    model = _model(INT8)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     guard = layerzero.guard_steps(model, optimizer)
     before = full_parameters(model)
@@ -256,9 +253,7 @@ def _sums(rank: int) -> None:
     for size, mode in itertools.product((1, 2), MODES):
         errors = {}
         for codec in (INT4, layerzero.Int4Blocks(feedback=False)):
-            model = layerzero.shard_model(
-                integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
-            )
+            model = _model(codec, size, accumulation=mode)
             optimizer, total, first = _still(model), 0.0, 0.0
             exact = torch.cat([g.flatten() for g in _exact(rank, size).values()])
             for step in range(20):
@@ -272,7 +267,7 @@ def _sums(rank: int) -> None:
 
 
 def _exact(rank: int, size: int) -> dict[str, Tensor]:
-    return _gradients(layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS), rank)
+    return _gradients(_model(None, size), rank)
 
 
 @pytest.mark.exhaustive
@@ -283,7 +278,7 @@ def test_errors_do_not_add_up_over_steps(shared_memory: str | None) -> None:
 
 def _dropped(rank: int, folder: str) -> None:
     """Errors belong to gradients that a step has used; the first gradient of a model has none."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    model = _model(INT4)
     optimizer = _still(model)
     average = layerzero.EMA(model, decay=0.5)
     average.update()
@@ -349,7 +344,7 @@ def test_errors_of_a_gradient_that_no_step_has_used_are_dropped(tmp_path: Path) 
 
 
 def _of_some_parameters(rank: int) -> bool:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    model = _model(INT4)
     optimizer = _still(model)
     before = _gradients(model, rank)
     model.get_parameter("second.bias").grad = None
@@ -375,7 +370,7 @@ def test_errors_of_a_handle_stay_if_a_step_has_used_some_of_its_gradients() -> N
 
 
 def _of_another_optimizer(rank: int) -> None:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    model = _model(INT4)
     of_units = {name.split(".")[0] for name, _ in model.named_parameters()}
     mine = [p for name, p in model.named_parameters() if name.split(".")[0] == min(of_units)]
     others = [p for p in model.parameters() if all(p is not each for each in mine)]
@@ -402,7 +397,7 @@ def test_a_step_of_another_optimizer_does_not_keep_errors() -> None:
 
 
 def _clipped(rank: int) -> bool:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    model = _model(INT4)
     _gradients(model, rank)
     handles = get_state(model).handles
     before = [handle.gradients.residual.clone() for handle in handles]  # type: ignore[union-attr]
@@ -418,7 +413,7 @@ def test_errors_are_clipped_with_their_gradient() -> None:
 
 
 def _recovers(rank: int) -> None:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    model = _model(INT4)
     optimizer = _still(model)
     norms = []
     for step in range(4):
@@ -440,14 +435,7 @@ def test_a_clipped_nan_does_not_stay_in_the_errors() -> None:
 
 def _counted(rank: int) -> None:
     for size, mode, policy, codec in itertools.product((1, 2), MODES, (None, BF16), (INT8, INT4)):
-        model = layerzero.shard_model(
-            integer_net(),
-            mesh=mesh_of(size),
-            units=IntegerNet.UNITS,
-            accumulation=mode,
-            mp_policy=policy or MixedPrecisionPolicy(),
-            hop2_codec=codec,
-        )
+        model = _model(codec, size, accumulation=mode, mp_policy=policy or MixedPrecisionPolicy())
         _train(model, rank)
         report, traffic, case = layerzero.memory(model), layerzero.traffic(model), (size, mode, policy, codec)
         measured = {kind: nbytes for kind, nbytes in report.measured.items() if kind != "optimizer"}
@@ -478,9 +466,7 @@ def _late(rank: int) -> None:
                 assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], (mode, report)
         expected = []
         for codec in (None, INT8, INT4):
-            model = layerzero.shard_model(
-                integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
-            )
+            model = _model(codec, accumulation=mode)
             expected.append(_train(model, rank))
         for ours, theirs in zip(found, expected, strict=True):
             assert not different(ours, theirs), mode
@@ -495,29 +481,23 @@ def test_late_streams_of_a_device_change_no_bit() -> None:
 
 
 def _refused(rank: int) -> None:
-    for codec in ("int8", object(), layerzero.Int8Blocks):
-        with pytest.raises(
-            TypeError, match=r"hop2_codec must be an object with the methods .*layerzero.Int8Blocks\(\)"
-        ):
-            layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=codec)
-    with pytest.raises(TypeError, match=r"Lies\.nbytes must return a number of bytes, got 'many'"):
-        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=Lies())
-    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of hop2_codec for the root"):
-        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=Bits(16 if rank else 32))
-    with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
-        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT8 if rank else None)
-    with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
-        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=layerzero.Int4Blocks(feedback=rank == 0))
-    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    half, methods = MixedPrecisionPolicy(param_dtype=torch.float16), r"must be an object with the methods .*Int8Blocks"
+    for codec, settings, text in (
+        ("int8", {}, methods),
+        (object(), {}, methods),
+        (layerzero.Int8Blocks, {}, methods),
+        (Lies(), {}, r"Lies\.nbytes must return a number of bytes, got 'many'"),
+        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of hop2_codec for the root"),
+        (INT8 if rank else None, {}, r"ranks disagree.*hop2_codec"),
+        (layerzero.Int4Blocks(feedback=rank == 0), {}, r"ranks disagree.*hop2_codec"),
+        (INT4, {"mp_policy": half}, r"Int4Blocks adds the encoding errors .* fp16, .*Compute in bf16"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            _model(codec, 1, **settings)
     frozen = torch.nn.Sequential(torch.nn.Linear(4, 4).half().requires_grad_(False), torch.nn.Linear(4, 4))
     layerzero.shard_model(frozen, mesh=mesh_of(1), hop2_codec=INT4)  # gradients are in fp32
-    with pytest.raises(ValueError, match=r"Int4Blocks adds the encoding errors .* fp16, .*Compute in bf16"):
-        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT4, mp_policy=half)
-    models = []
-    for codec in (None, INT8):  # one replica, so nothing crosses nodes
-        models.append(layerzero.shard_model(integer_net(), mesh=mesh_of(2), hop2_codec=codec))
-        _train(models[-1], rank)
-    assert not different(full_parameters(models[0]), full_parameters(models[1]))
+    # With one replica, nothing crosses nodes.
+    assert not different(*(_train(_model(codec), rank) for codec in (None, INT8)))
 
 
 def test_settings_are_checked_and_one_replica_encodes_nothing() -> None:
@@ -526,10 +506,9 @@ def test_settings_are_checked_and_one_replica_encodes_nothing() -> None:
 
 def test_a_file_names_the_codec(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
-    path.write_text("hop2_codec: int8_blocks\n")
-    assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == INT8
-    path.write_text("hop2_codec: int4_blocks\n")
-    assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == INT4
+    for name, codec in (("int8_blocks", INT8), ("int4_blocks", INT4)):
+        path.write_text(f"hop2_codec: {name}\n")
+        assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == codec
     path.write_text("hop2_codec: float8_rows\n")
     with pytest.raises(ValueError, match="'float8_rows', but a file supports only int8_blocks and int4_blocks"):
         layerzero.LayerZeroConfig.from_yaml(path)

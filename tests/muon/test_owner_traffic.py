@@ -22,7 +22,7 @@ from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from layerzero.muon.owner_table import owners_of
-from tests.optimizers.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
+from tests.muon.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
@@ -288,19 +288,3 @@ def _refuse(rank: int) -> None:
 
 def test_what_would_lose_or_misplace_rows_is_refused() -> None:
     run_ranks(_refuse)
-
-
-def _drop(rank: int) -> None:
-    model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS)
-    optimizer = owned_sgd(model)
-    model(rows(rank, 0)).backward()
-    if rank:
-        model.a.weight.grad = None
-    with pytest.raises(
-        RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that send its rows to its owner.* Set"
-    ):
-        optimizer.step()
-
-
-def test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it() -> None:
-    run_ranks(_drop, world_size=2)
