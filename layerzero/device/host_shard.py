@@ -12,27 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent
 from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.streams import PendingWait
 
-__all__ = ["HostShard", "PendingFetch"]
-
-
-@dataclass(frozen=True)
-class PendingFetch:
-    """Pending copy of a shard from host memory to the device."""
-
-    transfers: HostDeviceCopies
-    mark: StreamEvent
-
-    def wait(self) -> None:
-        """Make the current stream wait for the copy."""
-        self.transfers.wait(self.mark)
+__all__ = ["HostShard"]
 
 
 class HostShard:
@@ -64,10 +53,10 @@ class HostShard:
             fetch.wait()
             yield
 
-    def start_fetch(self, target: Tensor) -> PendingFetch:
-        """Start copying the shard to `target` [numel] on the device."""
+    def start_fetch(self, target: Tensor) -> PendingWait:
+        """Start copying the shard to `target` [numel] on the device. Waiting makes the current stream wait."""
         self._fetched = self._transfers.copy(target, self.tensor, to_host=False, after=(self._stored,))
-        return PendingFetch(self._transfers, self._fetched)
+        return PendingWait(partial(self._transfers.wait, self._fetched))
 
     def acquire_scratch(self) -> Tensor:
         """Return a scratch buffer on the device, 1-D [numel], to be filled and passed to :meth:`store`."""

@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ __all__ = [
     "DeviceStream",
     "DeviceStreams",
     "ImmediateStreams",
+    "PendingWait",
     "ReductionStreams",
     "Stream",
     "StreamThread",
@@ -67,6 +69,13 @@ class Waitable(Protocol):
 
     def wait(self) -> None:
         """Make subsequent work wait until the collective or event has completed."""
+
+
+@dataclass(frozen=True)
+class PendingWait:
+    """Work in flight that a function waits for."""
+
+    wait: Callable[[], None]
 
 
 class Stream(ABC):
@@ -132,14 +141,11 @@ class ReductionStreams(ABC):
         """Make subsequent work of the program run after all operations on all streams, and clear all `marks`."""
 
 
-class _CompletedEvent:
-    """Event that has already completed."""
-
-    def wait(self) -> None:
-        pass
+def _do_nothing() -> None:
+    pass
 
 
-_COMPLETED = _CompletedEvent()
+_COMPLETED = PendingWait(_do_nothing)  # event that has already completed
 
 
 # Host threads

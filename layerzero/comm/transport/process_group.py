@@ -9,7 +9,7 @@ contain decoded weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from layerzero.comm.transport.base import (
 )
 from layerzero.comm.transport.post_forward_shard import PostForwardShard
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.device.host_shard import PendingFetch
+from layerzero.device.streams import PendingWait
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 
@@ -123,15 +123,11 @@ class GatheredFullBuffer(FullBuffer):
     def has_post_forward_shard(self) -> bool:
         return self._post_forward.nbytes > 0
 
-    def gather(
-        self, *, name: str, after: PendingCollective | None = None
-    ) -> PendingCollective | PendingDecode | PendingFetch:
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingWait:
         self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
         return self._post_forward.gather(name=name) or self._gather_shards(name, after)
 
-    def _gather_shards(
-        self, name: str, after: PendingCollective | None
-    ) -> PendingCollective | PendingDecode | PendingFetch:
+    def _gather_shards(self, name: str, after: PendingCollective | None) -> PendingCollective | PendingWait:
         if self._host_shard is None:
             return self._all_gather(name, after)
         if self._comm.size == 1:
@@ -140,7 +136,7 @@ class GatheredFullBuffer(FullBuffer):
             return self._all_gather(name)
 
     @torch.no_grad()
-    def _all_gather(self, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingDecode:
+    def _all_gather(self, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingWait:
         if self._codec is None or not self.encoded_bytes:
             return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name, after=after)
         self._pool.allocate(self._encoded.untyped_storage(), self.encoded_bytes)
@@ -149,12 +145,13 @@ class GatheredFullBuffer(FullBuffer):
         if self._blocks[rank]:  # a shard may consist of padding only
             self._codec.encode(self._input, self._blocks[rank], own_bytes[: self._sizes[rank]])
         works = all_gather(self._comm, Collective.GATHER, self._encoded, own_bytes, name=name)
-        return PendingDecode(works, self)
+        return PendingWait(partial(self.decode, works))
 
     @torch.no_grad()
-    def decode(self) -> None:
-        """Decode the shards that the last gather has received, and free the memory of the encoded bytes."""
+    def decode(self, works: PendingCollective) -> None:
+        """Wait for a gather, decode the shards that it has received, and free the memory of the encoded bytes."""
         assert self._codec is not None
+        works.wait()
         parts, outs = self._encoded.chunk(self._comm.size), self.full.chunk(self._comm.size)
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):
             if blocks:
@@ -169,15 +166,3 @@ class GatheredFullBuffer(FullBuffer):
 
     def drop_post_forward(self) -> None:
         self._post_forward.drop()
-
-
-@dataclass(frozen=True)
-class PendingDecode:
-    """In-flight gather of encoded shards. :meth:`wait` waits for the gather and decodes the shards."""
-
-    works: PendingCollective
-    buffer: GatheredFullBuffer
-
-    def wait(self) -> None:
-        self.works.wait()
-        self.buffer.decode()

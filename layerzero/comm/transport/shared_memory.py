@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,7 +34,6 @@ from torch import Tensor
 
 from layerzero.comm.collectives import (
     Collective,
-    Communicator,
     PendingCollective,
     PendingReduction,
     collective_error,
@@ -57,11 +55,11 @@ from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import Size
-from layerzero.device.streams import ThreadStream
+from layerzero.device.streams import PendingWait, ThreadStream
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "WriteBarrier", "segment_sizes"]
+__all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "segment_sizes"]
 
 TRAITS = TransportTraits(
     "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
@@ -92,7 +90,7 @@ def _nbytes(size: Size) -> int:
 
 
 class SharedMemoryTransport(Transport):
-    """Transport through a segment that the ranks of a ZeRO-3 group share.
+    """Transport through a segment that the ranks of a ZeRO-3 group share; see [Note: Weights in shared memory].
 
     Args:
         segment: segment that all ranks of the group have mapped.
@@ -104,8 +102,16 @@ class SharedMemoryTransport(Transport):
     def __init__(self, segment: SharedSegment, mesh_info: MeshInfo, send_scratch: Mapping[Size, int]) -> None:
         explain = partial(collective_error, mesh_info.zero3_reduce_comm, Collective.HOP1, "")
         self.send_scratch: SharedBufferPool = SharedBufferPool(segment, explain, send_scratch)
-        self.barrier = WriteBarrier(segment, mesh_info.zero3_gather_comm)
+        self._segment = segment
         self._mesh_info = mesh_info
+        self._rounds = 0
+        self._passes = 0
+        self._warns = True
+        self._arrived = 0
+        self._handles = 0
+        self._used = 0  # bytes of the common part that are in use
+        self._publisher = ThreadStream("refresh")
+        self._publisher.end_with(self)
 
     @classmethod
     def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
@@ -116,9 +122,17 @@ class SharedMemoryTransport(Transport):
         segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
         return None if segment is None else cls(segment, mesh_info, demand.send_scratch)
 
+    def close(self) -> None:
+        """End the thread and close the shared memory. The memory is freed with the last tensor that uses it."""
+        self._publisher.thread.end()
+        self._segment.close()
+
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> SharedFullBuffer:
         own_slice = self._mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
-        return self.barrier.share(layout.numel, dtype, own_slice)
+        tensor = self._segment.common(layout.numel, dtype, self._used)
+        self._used += aligned_bytes(tensor.numel() * tensor.element_size())
+        self._handles += 1
+        return SharedFullBuffer(self, tensor, own_slice, _FIRST_HANDLE + self._handles - 1)
 
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SharedSendBuffer:
         return SharedSendBuffer(numel, dtype, self.send_scratch)
@@ -148,62 +162,18 @@ class SharedMemoryTransport(Transport):
 
     @property
     def shared_bytes(self) -> int:
-        return self.barrier.memory.allocated_bytes
-
-    def record_pass(self) -> None:
-        self.barrier.record_pass()
+        return self._segment.allocated_bytes
 
     def begin_write(self) -> None:
-        self.barrier.arrive_and_wait()
-
-    def end_write(self) -> None:
-        self.barrier.end_round()
-
-    def close(self) -> None:
-        self.barrier.close()
-
-
-class WriteBarrier:
-    """Barrier of one model before each round of writes to shared weights; see [Note: Weights in shared memory]."""
-
-    def __init__(self, memory: SharedSegment, comm: Communicator) -> None:
-        self.memory = memory
-        self._comm = comm
-        self._rounds = 0
-        self._passes = 0
-        self._warns = True
-        self._arrived = 0
-        self._handles = 0
-        self._used = 0  # bytes of the common part that are in use
-        self._publisher = ThreadStream("refresh")
-        self._publisher.end_with(self)
-
-    def close(self) -> None:
-        """End the thread and close the shared memory. The memory is freed with the last tensor that uses it."""
-        self._publisher.thread.end()
-        self.memory.close()
-
-    def share(self, numel: int, dtype: torch.dtype, own: slice) -> SharedFullBuffer:
-        """Return the full buffer of the next handle. All ranks must call this method with the same `numel` and `dtype`.
-
-        Args:
-            own: slice of the full buffer that is this rank's ZeRO-3 shard.
-        """
-        tensor = self.memory.common(numel, dtype, self._used)
-        self._used += aligned_bytes(tensor.numel() * tensor.element_size())
-        self._handles += 1
-        return SharedFullBuffer(self, tensor, own, _FIRST_HANDLE + self._handles - 1)
-
-    def arrive_and_wait(self) -> None:
         """Wait until all ranks have arrived at this round and no longer read the weights.
 
         Weights that are written after this call must be refreshed.
         """
         if self._arrived == self._rounds:
             self._arrived += 1
-            self.memory.counters.increment(_ARRIVED)
+            self._segment.counters.increment(_ARRIVED)
         self.wait(_ARRIVED, self._arrived, "")
-        if self._warns and (peers := self.memory.counters.absent(_PASSES, self._passes)):
+        if self._warns and (peers := self._segment.counters.absent(_PASSES, self._passes)):
             self._warns = False
             text = (
                 "layerzero: rank %d has run a forward pass that ranks %s have not run. This works only because they "
@@ -212,44 +182,46 @@ class WriteBarrier:
             )
             _LOG.warning(text, dist.get_rank(), peers)
 
+    def end_write(self) -> None:
+        """End the round, after all refreshes of the round have been launched."""
+        self._rounds = self._arrived
+
     def record_pass(self) -> None:
         """Count a forward pass of this rank. Ranks that run more passes than others log a warning, once."""
         self._passes += 1
-        self.memory.counters.increment(_PASSES)
-
-    def end_round(self) -> None:
-        """End the round, after all refreshes of the round have been launched."""
-        self._rounds = self._arrived
+        self._segment.counters.increment(_PASSES)
 
     def publish_shard(self, works: PendingRefresh | None, counter: int) -> None:
         """Increment the counter with index `counter` when `works` has completed, or immediately if `works` is None."""
         if works is None:
-            self.memory.counters.increment(counter)
+            self._segment.counters.increment(counter)
         else:
-            self._publisher.run(partial(_publish_when_complete, works, self.memory, counter))
+            self._publisher.run(partial(_publish_when_complete, works, self._segment, counter))
 
     def count_gather(self, name: str) -> None:
         """Count a gather that sends no bytes."""
-        self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
+        comm = self._mesh_info.zero3_gather_comm
+        comm.counters.record(Collective.GATHER, comm.axis, 0, name)
 
     def wait(self, counter: int, target: int, name: str) -> None:
         """Wait until the counter with index `counter` is at least `target` on all ranks.
 
         The elapsed time is counted as waiting time for gathers.
         """
-        if not self.memory.counters.ranks_below(counter, target):
-            self.memory.counters.wait(counter, target)
+        comm, counters = self._mesh_info.zero3_gather_comm, self._segment.counters
+        if not counters.ranks_below(counter, target):
+            counters.wait(counter, target)
             return
         began = time.perf_counter()
         doing = display_name(Collective.REFRESH, name)
         try:
-            with waiting(NamedWait(doing, lambda store: self.memory.counters.absent(counter, target))):
-                self.memory.counters.wait(counter, target)
+            with waiting(NamedWait(doing, lambda store: counters.absent(counter, target))):
+                counters.wait(counter, target)
         except RuntimeError as error:
             # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
-            raise collective_error(self._comm, Collective.REFRESH, name, error) from error
+            raise collective_error(comm, Collective.REFRESH, name, error) from error
         finally:
-            self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
+            comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
 def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:
@@ -269,33 +241,23 @@ class SharedFullBuffer(FullBuffer):
 
     read_by_peers = True
 
-    def __init__(self, barrier: WriteBarrier, full: Tensor, own: slice, counter: int) -> None:
+    def __init__(self, transport: SharedMemoryTransport, full: Tensor, own: slice, counter: int) -> None:
         super().__init__(full, full[own])
-        self._barrier = barrier
+        self._transport = transport
         self._counter = counter
         self._launched = 0
         self._read = 0  # number of refreshes that all ranks are known to have completed
 
-    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingShards:
-        self._barrier.count_gather(name)
-        return PendingShards(self, name)
+    def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingWait:
+        """Return a wait for the shards that all ranks have published."""
+        self._transport.count_gather(name)
+        return PendingWait(partial(self.wait_published, name))
 
     def publish(self, pending: PendingRefresh | None) -> None:
         self._launched += 1
-        self._barrier.publish_shard(pending, self._counter)
+        self._transport.publish_shard(pending, self._counter)
 
     def wait_published(self, name: str) -> None:
         if self._read < self._launched:
-            self._barrier.wait(self._counter, self._launched, name)
+            self._transport.wait(self._counter, self._launched, name)
             self._read = self._launched
-
-
-@dataclass(frozen=True)
-class PendingShards:
-    """Pending gather in shared memory, which completes when all ranks have published their shards."""
-
-    buffer: SharedFullBuffer
-    name: str  # name of the unit
-
-    def wait(self) -> None:
-        self.buffer.wait_published(self.name)

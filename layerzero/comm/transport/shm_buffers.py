@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.comm.transport.shm_counters import LINE
+from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import BufferPool, Size
@@ -188,14 +188,7 @@ class SharedBufferPool(BufferPool):
         self._counters.increment(CONSUMED)
 
     def pending_peers(self, number: int) -> PendingPeers:
-        return PendingPeers(self, number)
-
-    def is_published(self, number: int) -> bool:
-        """Return whether all ranks have sent gradient `number`."""
-        return not self._counters.ranks_below(PUBLISHED, number)
-
-    def wait_published(self, number: int) -> None:
-        self._counters.wait(PUBLISHED, number)
+        return PendingPeers(self._counters, number)
 
     def _wait(self, counter: int, target: int) -> None:
         if not self._counters.ranks_below(counter, target):
@@ -227,15 +220,15 @@ class SharedSendBuffer(SendBuffer):
 class PendingPeers:
     """Transfer that completes when all ranks have sent gradient `number`."""
 
-    def __init__(self, pool: SharedBufferPool, number: int) -> None:
-        self._pool = pool
+    def __init__(self, counters: SharedCounters, number: int) -> None:
+        self._counters = counters
         self._number = number
 
     def is_completed(self) -> bool:
-        return self._pool.is_published(self._number)
+        return not self._counters.ranks_below(PUBLISHED, self._number)
 
     def wait(self) -> Any:
-        self._pool.wait_published(self._number)
+        self._counters.wait(PUBLISHED, self._number)
 
     def get_future(self) -> NoReturn:
         raise RuntimeError(

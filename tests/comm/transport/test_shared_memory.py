@@ -88,14 +88,14 @@ def _count(rank: int) -> None:
         (transport,) = get_state(model).transports
         for step in range(3):
             layerzero.traffic(model, reset=True)
-            rounds = transport.barrier._rounds
+            rounds = transport._rounds
             for micro_batch in range(3):
                 with layerzero.no_sync(model):
                     loss_of(model(batch(rank, step, micro_batch))).backward()
-            assert transport.barrier._rounds == rounds, "no round of writes in micro-batches"
+            assert transport._rounds == rounds, "no round of writes in micro-batches"
             optimizer.step()
             optimizer.zero_grad()
-            assert transport.barrier._rounds == rounds + 1, "one round of writes per optimizer step"
+            assert transport._rounds == rounds + 1, "one round of writes per optimizer step"
             traffic = layerzero.traffic(model)
             # (size - 1) / size of each sum is read from other ranks' memory.
             expected = sums * sum(numel * itemsize * (size - 1) // size for numel in numels)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.transport.shared_memory import SharedFullBuffer, WriteBarrier
+from layerzero.comm.transport.shared_memory import SharedFullBuffer, SharedMemoryTransport
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WIDTH, Block, Chain, batch, blocks, loss_of, sgd, shard, train_step
 from tests.support.models import (
@@ -129,15 +129,15 @@ def _late_reads(rank: int, write: Callable[..., None], policy: MixedPrecisionPol
     return all(model.seen)
 
 
-_WAIT = WriteBarrier.wait
+_WAIT = SharedMemoryTransport.wait
 
 
 def _be_careless() -> None:
-    WriteBarrier.wait = lambda *_: None  # type: ignore[method-assign]
+    SharedMemoryTransport.wait = lambda *_: None  # type: ignore[method-assign]
 
 
 def _be_careful() -> None:
-    WriteBarrier.wait = _WAIT  # type: ignore[method-assign]
+    SharedMemoryTransport.wait = _WAIT  # type: ignore[method-assign]
 
 
 @pytest.mark.sample(5)

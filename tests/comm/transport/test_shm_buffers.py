@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import PendingReduction
-from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, aligned_bytes
+from layerzero.comm.transport.shm_buffers import RING_BYTES, PendingPeers, aligned_bytes
 from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
@@ -47,7 +47,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
         pool._wait = lambda counter, target: wait(counter, 0)  # type: ignore[method-assign]
     arrival = nullcontext()
     if breaks == "arrival":
-        arrival = mock.patch.object(SharedBufferPool, "wait_published", lambda self, number: None)
+        arrival = mock.patch.object(PendingPeers, "wait", lambda self: None)
     wrong, flying = [], []
 
     def land(number: int, pending: PendingReduction, flat: torch.Tensor) -> None:
