@@ -74,18 +74,6 @@ class OwnedParam(FullParam):
         return self.numel_on(self.owner.s) == self.numel
 
     @property
-    def is_primary_owner(self) -> bool:
-        """True on ranks with coordinate 0 on all model-parallel axes along which parts are not joined.
-
-        Owners at other coordinates have copies of the parameter, or different matrices of the same stack.
-        """
-        model_parallel = self.member.spec.model_parallel
-        axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
-        return model_parallel is None or not any(
-            model_parallel.coordinate_on(axis) for axis in axes if axis != self.owner.axis
-        )
-
-    @property
     def step_sort_key(self) -> tuple[int, str]:
         """Sort key that orders parameters by decreasing update cost, then by name."""
         return -update_cost(self.shape), self.member.name
