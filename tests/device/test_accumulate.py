@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
@@ -74,12 +72,3 @@ def test_what_does_not_lie_in_one_piece_is_added_in_its_shape(turned: str) -> No
     expected = target + part
     accumulate_parts(target, [part])
     assert torch.equal(target, expected)
-
-
-def test_only_what_is_gained_by_it_goes_in_pieces() -> None:
-    counts = []
-    for numel, of in [(4 * PIECE, [torch.bfloat16]), (4 * PIECE, [torch.float32] * 2), (4 * PIECE, [torch.float32])]:
-        with mock.patch.object(accumulate, "_add_parts", wraps=accumulate._add_parts) as add:
-            accumulate_parts(torch.zeros(numel), [torch.ones(numel, dtype=dtype) for dtype in of])
-        counts.append(add.call_count)
-    assert counts == [4, 4, 1]

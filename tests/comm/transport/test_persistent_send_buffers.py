@@ -12,13 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, aligned_bytes
-from layerzero.engine.gradient_storage import PersistentStorage
+from layerzero.comm.transport.shm_buffers import SharedBufferPool
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
@@ -33,54 +31,14 @@ from tests.support.models import (
 )
 from tests.support.ranks import every_nth_setting
 from tests.support.ranks import run_sharing as run_ranks
-from tests.support.transports import numbered, shared_transport
 
 pytestmark = pytest.mark.slow
 
-NUMEL = 64
-ROUNDS = 60
 POLICIES = (
     MixedPrecisionPolicy(),
     MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     MixedPrecisionPolicy(param_dtype=torch.float16),
 )
-
-
-def _reused(rank: int, seed: int, breaks: bool) -> list[int]:
-    """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
-    transport, pool, _model = shared_transport()
-    world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
-    place, wrong = PersistentStorage(transport.send_buffer(NUMEL, torch.float32)), []
-    if breaks:
-        pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
-    for number in range(1, ROUNDS + 1):
-        place.open(keep=False).copy_(numbered(rank, number))
-        lease = place.lend_send_buffer(torch.bfloat16, pool)
-        pending = transport.reduce_scatter(lease.tensor, torch.bfloat16, name="x")
-        pending.wait()
-        if naps.random() < 0.3:
-            time.sleep(naps.uniform(0, 0.02))
-        target = torch.zeros(NUMEL // world)
-        pending.add_to(target, overwrite=True, scale=1.0)
-        lease.end()
-        piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
-        expected = torch.zeros(())
-        for each in range(world):  # each rounded to the dtype of the collective, then added in fp32
-            expected = expected + numbered(each, number)[piece].bfloat16().float()
-        if not torch.equal(target, expected):
-            wrong.append(number)
-    dist.barrier()
-    assert pool.kept_bytes == aligned_bytes(NUMEL * 4) == pool._used - RING_BYTES
-    return wrong
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_sum_that_waits_is_not_written_before_all_have_read_it(seed: int) -> None:
-    assert run_ranks(_reused, seed, False, world_size=4) == [[]] * 4
-
-
-def test_the_test_notices_a_sum_that_is_written_too_early() -> None:
-    assert any(any(run_ranks(_reused, seed, True, world_size=4)) for seed in range(3))
 
 
 def _seeded(count: int) -> nn.Module:

@@ -224,20 +224,6 @@ def test_where_one_rank_cannot_share_its_zero3_group_uses_collectives_and_says_s
     assert ("File too large" if limit is _too_small else "Too many open files") in line, line
 
 
-def _ask_for_too_much(rank: int) -> list[str]:
-    heard = _Heard()
-    logging.getLogger("layerzero").addHandler(heard)
-    model = shard(blocks(1), size=2, shared_memory="off")  # kept, since its process groups are released with it
-    comm = get_state(model).mesh_info.zero3_control_comm
-    assert map_shared_segment(comm, SegmentSizes(num_counters=4, common=1 << 50, part=1 << 16, predicted=0)) is None
-    return heard.lines
-
-
-def test_more_memory_than_there_is_is_not_taken() -> None:
-    lines = run_ranks(_ask_for_too_much, world_size=2)
-    assert [len(each) for each in lines] == [1, 0] and "are available" in lines[0][0], lines
-
-
 @pytest.mark.parametrize(
     ("folder", "limit", "used"),
     [(".", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
