@@ -2,6 +2,7 @@
 
     python -m benchmarks.checkpoint                    # 300 M parameters, 4 ranks: 3.6 GB a checkpoint
     python -m benchmarks.checkpoint --width 512        # a small model, as a quick test
+    python -m benchmarks.checkpoint --plan 4096        # only the global plan of a save of Llama 3 70B by 4,096 ranks
 
 The model has AdamW state. Each contestant runs in new processes, and rounds alternate between the contestants. The time
 of a save ends when the bytes are on disk (both flush their files). A stall ends when save_async returns. A load
@@ -11,8 +12,10 @@ reads from the page cache and ends when the optimizer has its state.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import tempfile
@@ -26,11 +29,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import layerzero
+from benchmarks.model_shapes import llama
 from benchmarks.results import FOLDER
+from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
+from layerzero.layout.flat_layout import plan_layouts
 
 __all__ = ["main"]
 
@@ -47,7 +55,11 @@ def main() -> None:
         "--folder", type=Path, default=None, help="folder on the disk to measure; default: a temporary one"
     )
     parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint" / "checkpoint.json")
+    parser.add_argument("--plan", type=int, metavar="RANKS", help="time only the global plan of a save, in one process")
     args = parser.parse_args()
+    if args.plan:
+        print(plan_globally(args.plan))
+        return
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
     sizes: dict[str, int] = {}
     for turn in range(args.rounds):
@@ -63,6 +75,44 @@ def main() -> None:
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps({"settings": settings, "bytes": sizes, "seconds": seconds}, indent=1) + "\n")
     print(table(json.loads(args.results.read_text())))
+
+
+def plan_globally(ranks: int) -> dict[str, float]:
+    """Return the seconds and the memory of the global plan of a save of Llama 3 70B, with AdamW, by this many ranks."""
+    began = time.perf_counter()
+    plans = [SavePlan(items, storage_data=json.dumps([[], True])) for items in _write_items(ranks)]
+    planned, cpu = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        topology = {"data_parallel": ranks, "zero3_size": 8}
+        options = {"sequence": lambda: 0, "finite": True, "overwrite": False, "reads_back": False}
+        writer = SafetensorsWriter(Path(folder, "one"), rank=0, topology=topology, document={}, own=[], **options)
+        writer.prepare_global_plan(SavePlanner().create_global_plan(plans)[0])
+    return {
+        "items": sum(len(plan.items) for plan in plans),
+        "local plans (s)": round(planned - began, 2),
+        "global plan (s)": round(time.perf_counter() - planned, 2),
+        "global plan, CPU time (s)": round(time.process_time() - cpu, 2),
+        "peak memory (GB)": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+    }
+
+
+def _write_items(ranks: int) -> list[list[WriteItem]]:
+    """Return the items of the local plan of each rank."""
+    items: list[list[WriteItem]] = [[] for _ in range(ranks)]
+    properties = TensorProperties(torch.float32)
+    for unit in llama("Llama 3 70B", layers=80, dim=8192, kv_dim=1024, hidden=28672):
+        params = [(name, tuple(128_256 if size == 32_000 else size for size in shape)) for name, shape in unit.params]
+        layouts = plan_layouts(params, num_shards=ranks, align=8)
+        for copy, layout in itertools.product(range(unit.copies), layouts):
+            for rank, slot in itertools.product(range(ranks), layout.slots):
+                if rows := layout.rows_in(slot, layout.shard_range(rank)):
+                    offsets = torch.Size([rows.start, *(0 for _ in slot.shape[1:])])
+                    chunk = ChunkStorageMetadata(offsets, torch.Size([len(rows), *slot.shape[1:]]))
+                    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(slot.shape))
+                    kind, name = WriteItemType.SHARD, f"{unit.unit}.{copy}.{slot.name}"
+                    for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+                        items[rank].append(WriteItem(MetadataIndex(key, offsets), kind, tensor_data=data))
+    return items
 
 
 def table(results: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ records the sizes and checksums of the other files. See docs/checkpoints.md.
 
 Publication and folders:
 
-- `atomic_files`: publishes checkpoint folders and files atomically, and defines when a checkpoint exists
+- `publish`: publishes checkpoint folders and files atomically, and defines when a checkpoint exists
 - `run_folder`: manages the folder that contains the checkpoints of one run
 - `resuming`: resumes a run from the newest checkpoint that can be loaded
 

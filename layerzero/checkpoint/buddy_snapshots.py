@@ -33,17 +33,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.contents import CheckpointContents
-from layerzero.checkpoint.errors import RankLostError, UnsupportedFormatError
-from layerzero.checkpoint.json_codec import StoredTensor, dtype_named, merge_ranks
+from layerzero.checkpoint.dcp_storage import SavePlanner, TensorTable, chunk_of
+from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
+from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_load_from
-from layerzero.checkpoint.manifest import MANIFEST
+from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
@@ -239,17 +239,14 @@ class Buddies:
 
     def _write(self, own_part: SnapshotPart, state: CollectedState) -> _SnapshotJob:
         own_part.folder.mkdir(mode=0o700)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = SavePlanner()
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
         record = write_items(own_part.folder, self._comm.rank, items, planner)
-        chunks = []
-        for item in items:
-            assert item.tensor_data is not None
-            data, offsets = item.tensor_data, item.index.offset
-            chunk_offsets = [0] * len(data.size) if offsets is None else list(offsets)
-            dtype = str(data.properties.dtype).removeprefix("torch.")
-            chunks.append([item.index.fqn, dtype, list(data.size), chunk_offsets, list(data.chunk.sizes)])
+        chunks = [
+            [key, str(dtype).removeprefix("torch."), list(shape), list(offsets), list(sizes)]
+            for key, dtype, shape, offsets, sizes in map(chunk_of, items)
+        ]
         return _SnapshotJob(own_part, record, chunks, state)
 
     def _exchange_and_publish(self, job: _SnapshotJob) -> None:
@@ -263,8 +260,12 @@ class Buddies:
             failure = ""
             try:
                 self._swap_files(folder, job.record, None if self._sender is None else records[self._sender])
+                table = TensorTable()
+                for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):
+                    for key, dtype, *geometry in chunks:
+                        table.add(record.name, key, dtype_named(dtype), *geometry)
                 contents = CheckpointContents(
-                    topology_entry(self._lz_state), _merged_document(rank_entries), _tensor_table(records, rank_entries)
+                    topology_entry(self._lz_state), _merged_document(rank_entries), table.tensors
                 )
                 written = contents.write(folder)
                 text = _manifest_text(folder, [*records, written], job.here.token)
@@ -408,23 +409,3 @@ def _manifest_text(folder: Path, records: Sequence[FileRecord], token: str) -> b
 def _merged_document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
     document: dict[str, Any] = merge_ranks(rank_entries[0][3], [own_values for _, _, own_values, _ in rank_entries])
     return document
-
-
-def _tensor_table(records: Sequence[FileRecord], rank_entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used.
-
-    Args:
-        records: record of the file of each rank.
-        rank_entries: message of each rank in ``_exchange_and_publish``. The second item lists the rank's chunks.
-    """
-    tensors: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
-    for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):
-        for key, dtype, shape, offsets, sizes in chunks:
-            chunk_offsets = tuple(offsets)
-            tensors.setdefault(key, (dtype, shape, {}))[2].setdefault(
-                chunk_offsets, (record.name, chunk_offsets, tuple(sizes))
-            )
-    return {
-        key: StoredTensor(tuple(shape), dtype_named(dtype), tuple(chunks.values()))
-        for key, (dtype, shape, chunks) in tensors.items()
-    }

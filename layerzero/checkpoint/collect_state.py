@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.rank_agreement import agree_or_raise
 from layerzero.checkpoint.state_names import RankLocalNames, encode_all, trained_rows
 from layerzero.engine.state import LayerZeroState

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.atomic_files import write_file
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype_named
 from layerzero.checkpoint.manifest import FileRecord, Manifest
+from layerzero.checkpoint.publish import write_file
 
-__all__ = ["CONTENTS", "CheckpointContents", "num_saving_ranks"]
+__all__ = ["CONTENTS", "CheckpointContents", "check_chunks", "num_saving_ranks"]
 
 CONTENTS = "contents.json"
 
@@ -64,7 +64,8 @@ class CheckpointContents:
             for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in content["topology"] else [])):
                 if not _are_sizes([content["topology"][name]]):
                     raise ValueError(f"{name} is {content['topology'][name]!r}, which is no number of ranks")
-            _check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
+            check_chunks(tensors)
+            _check_files(tensors, manifest.files)
             contents = cls(content["topology"], content["document"], tensors)
             values = contents.values(None)
             optimizer = values["optimizer"] or {"state": {}, "param_groups": []}
@@ -105,29 +106,31 @@ def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
     return topology.get("ranks", topology.get("data_parallel"))
 
 
-def _check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
-    """Check that chunks cover each tensor without gaps, and that each file is large enough for its chunks.
-
-    Raises:
-        ValueError: a check fails; the message names the tensor or the file.
-    """
-    file_nbytes: Counter[str] = Counter()  # number of bytes per file
+def check_chunks(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError, which names the tensor, unless the chunks of each tensor cover it without gaps or overlap."""
     for key, tensor in tensors.items():
         if not _are_sizes(tensor.shape) or math.prod(max(1, size) for size in tensor.shape) >= 2**60:
             raise ValueError(f"{key} has the invalid shape {list(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{key} has the dtype {tensor.dtype}, which safetensors files do not support")
-        for file, offsets, sizes in tensor.chunks:
-            if file not in file_sizes:
-                raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
+        for _, offsets, sizes in tensor.chunks:
             if not _are_sizes([*offsets, *sizes]) or not len(offsets) == len(sizes) == len(tensor.shape):
                 raise ValueError(f"{key} has an invalid chunk of shape {list(sizes)} at {list(offsets)}")
-            file_nbytes[file] += tensor.dtype.itemsize * math.prod(sizes)
         if not _cover(tensor.shape, [chunk[1:] for chunk in tensor.chunks if all(chunk[2])]):
             raise ValueError(f"{key} of shape {list(tensor.shape)} is not covered exactly by its chunks")
+
+
+def _check_files(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> None:
+    """Raise ValueError unless each file is in the manifest and is large enough for its chunks."""
+    file_nbytes: Counter[str] = Counter()
+    for key, tensor in tensors.items():
+        for file, _, sizes in tensor.chunks:
+            if file not in files:
+                raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
+            file_nbytes[file] += tensor.dtype.itemsize * math.prod(sizes)
     for file, nbytes in file_nbytes.items():
-        if nbytes > file_sizes[file]:
-            raise ValueError(f"{file} has {file_sizes[file]} bytes, but its tensors need {nbytes} bytes")
+        if nbytes > files[file].size:
+            raise ValueError(f"{file} has {files[file].size} bytes, but its tensors need {nbytes} bytes")
 
 
 def _cover(shape: Sequence[int], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
-from layerzero.checkpoint.atomic_files import Manifest
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SafetensorsReader
 from layerzero.checkpoint.errors import RankLostError
 from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration

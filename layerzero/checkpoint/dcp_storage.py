@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,34 +27,83 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerzero.checkpoint.atomic_files import (
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    make_folder,
-    new_token,
-    partial_path,
-    publish,
-    read_back,
-    remove,
-)
-from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, num_saving_ranks
+from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, check_chunks, num_saving_ranks
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, StoredTensor, merge_ranks
-from layerzero.checkpoint.safetensors_writer import write_items
+from layerzero.checkpoint.manifest import Manifest
+from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
+from layerzero.checkpoint.safetensors_writer import rank_file, write_items
 
 __all__ = [
     "SafetensorsReader",
     "SafetensorsWriter",
+    "SavePlanner",
+    "TensorTable",
     "check_stored_tensor",
+    "chunk_of",
     "iter_pieces",
     "open_safetensors",
 ]
 
 _PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at the same time during a read
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, without the copies and checks of the global plan, which take quadratic time.
+
+    :meth:`SafetensorsWriter.prepare_global_plan` checks the plan in linear time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan, self.metadata = all_plans, Metadata({})
+        return all_plans, self.metadata
+
+
+class TensorTable:
+    """Table of stored tensors that is built from the chunks that each rank writes.
+
+    A chunk that several ranks would write belongs to the first of these ranks.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
+
+    def add(
+        self,
+        file: str,
+        key: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> bool:
+        """Add a chunk of the tensor `key`. Return False if an earlier file has this chunk."""
+        _, _, chunks = self._entries.setdefault(key, (dtype, tuple(shape), {}))
+        position = tuple(offsets)
+        first_file: str = chunks.setdefault(position, (file, position, tuple(sizes)))[0]
+        return first_file == file
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {
+            key: StoredTensor(shape, dtype, tuple(chunks.values()))
+            for key, (dtype, shape, chunks) in self._entries.items()
+        }
+
+
+def chunk_of(item: WriteItem) -> tuple[str, torch.dtype, Sequence[int], Sequence[int], Sequence[int]]:
+    """Return the arguments of :meth:`TensorTable.add` that describe an item of a save plan."""
+    assert item.tensor_data is not None
+    data = item.tensor_data
+    return item.index.fqn, data.properties.dtype, data.size, data.chunk.offsets, data.chunk.sizes
 
 
 class SafetensorsWriter(StorageWriter):
@@ -93,6 +143,7 @@ class SafetensorsWriter(StorageWriter):
         self._finite = finite  # of this rank; after the global plan, the first rank has the value for all ranks
         self._overwrite = overwrite
         self._reads_back = reads_back
+        self._tensors: dict[str, StoredTensor] = {}  # on the first rank, after the global plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because no state is kept between checkpoints."""
@@ -111,10 +162,22 @@ class SafetensorsWriter(StorageWriter):
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
         self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])
         self._finite = all(finite for _, finite in rank_entries)
+        plans = self._plan_table(plans)
         make_folder(self._path.parent)
         self._token = new_token()
         self._partial.mkdir()
         return [replace(plan, storage_data=self._token) for plan in plans]
+
+    def _plan_table(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Build and check the table of tensors. Return the plans without the chunks that an earlier rank writes."""
+        table, unique_plans = TensorTable(), []
+        for rank, plan in enumerate(plans):
+            file = rank_file(rank)
+            items = [item for item in plan.items if table.add(file, *chunk_of(item))]
+            unique_plans.append(plan if len(items) == len(plan.items) else replace(plan, items=items))
+        self._tensors = table.tensors
+        check_chunks(self._tensors)
+        return unique_plans
 
     @property
     def _partial(self) -> Path:
@@ -130,7 +193,7 @@ class SafetensorsWriter(StorageWriter):
         if self._token is not None:
             remove(self._partial)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
         self._token = plan.storage_data
         future: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
@@ -138,26 +201,13 @@ class SafetensorsWriter(StorageWriter):
             record = write_items(self._partial, self._rank, plan.items, planner)
             if self._reads_back:
                 read_back(self._partial, record)
-            results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in plan.items]
+            results = [WriteResult(MetadataIndex(record.name), record.size, record)]
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files: dict[str, FileRecord] = {}
-        chunks: dict[str, list[Any]] = defaultdict(list)
-        for result in (result for of_rank in results for result in of_rank):
-            record = result.storage_data
-            files[record.name] = record
-            stored = metadata.state_dict_metadata[result.index.fqn]
-            assert isinstance(stored, TensorStorageMetadata)
-            offsets = result.index.offset or torch.Size([0] * len(stored.size))
-            sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == offsets)
-            chunks[result.index.fqn].append((record.name, tuple(offsets), tuple(sizes)))
-        tensors = {}
-        for key, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)
-            tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
-        contents = CheckpointContents(self._topology, self._document, tensors)
+        files = [result.storage_data for of_rank in results for result in of_rank]
+        contents = CheckpointContents(self._topology, self._document, self._tensors)
         written = contents.write(self._partial)
         if self._reads_back:
             read_back(self._partial, written)
@@ -165,7 +215,7 @@ class SafetensorsWriter(StorageWriter):
         publish(
             self._partial,
             self._path,
-            [*files.values(), written],
+            [*files, written],
             sequence=self._sequence(),
             token=self._token,
             finite=self._finite,

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.checkpoint.atomic_files import contiguous_on_cpu, tensor_bytes
+from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes
 from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [

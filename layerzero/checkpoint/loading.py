@@ -1,7 +1,7 @@
 """Load a checkpoint from any source of tensors.
 
 A checkpoint is complete when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
-publication] in atomic_files.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
+publication] in publish.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
 it needs before it changes anything; see [Note: Checks before changes] in restore.py.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
 from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
-from layerzero.checkpoint.errors import RankLostError, escape_unprintable
+from layerzero.checkpoint.errors import CheckpointError, RankLostError, escape_unprintable
 from layerzero.checkpoint.json_codec import has_own_values
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles

@@ -1,7 +1,7 @@
 """Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number.
 
 A checkpoint is complete when its folder, with an intact manifest, has been renamed to its final name; see [Note: Atomic
-publication] in atomic_files.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
+publication] in publish.py. A load compares names, shapes and dtypes and verifies the checksums of all bytes that
 it needs before it changes anything; see [Note: Checks before changes] in restore.py.
 """
 
@@ -44,7 +44,7 @@ class Manifest:
         scheme: checksum scheme of all files.
         sequence: sequence number, which increases with every save into a folder. :func:`layerzero.checkpoint.latest`
             returns the checkpoint with the largest sequence number.
-        token: token of the save; see [Note: Concurrent saves to one path] in atomic_files.py.
+        token: token of the save; see [Note: Concurrent saves to one path] in publish.py.
         finite: whether all values of the trained tensors were finite, or None if the values were not checked.
     """
 

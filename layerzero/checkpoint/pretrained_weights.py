@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import iter_pieces, open_safetensors
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredTensor
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.checkpoint.atomic_files import CheckpointError
-from layerzero.checkpoint.errors import RankLostError, UnsupportedFormatError
+from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise

@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerzero.checkpoint.atomic_files import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
+from layerzero.checkpoint.errors import CheckpointError, UnsupportedFormatError
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
+from layerzero.checkpoint.publish import (
     discard,
     hide_folder,
     is_displaced,
@@ -19,7 +18,6 @@ from layerzero.checkpoint.atomic_files import (
     rename_as_damaged,
     require_only_checkpoint_files,
 )
-from layerzero.checkpoint.errors import UnsupportedFormatError
 
 __all__ = [
     "RunFolderScan",

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
 from layerzero.checkpoint.checksums import ByteRange
 from layerzero.checkpoint.contents import CONTENTS, CheckpointContents
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, StoredTensor
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, contiguous_on_cpu, tensor_bytes, write_file
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.checkpoint.manifest import FileRecord
+from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes, write_file
 from layerzero.dtensor.local_shard import plain
 
-__all__ = ["write_items", "write_safetensors"]
+__all__ = ["rank_file", "write_items", "write_safetensors"]
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
@@ -24,7 +31,7 @@ def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: Sa
         items, key=lambda item: -_shape_and_dtype(item)[1].itemsize
     )  # this order aligns each tensor in the file
     return write_safetensors(
-        folder / f"rank-{rank:05d}.safetensors",
+        folder / rank_file(rank),
         {item.index.fqn: _shape_and_dtype(item) for item in items},
         ((_resolve_rows(planner, item),) for item in items),
     )

@@ -15,15 +15,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError, require_only_checkpoint_files
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
-from layerzero.checkpoint.dcp_storage import SafetensorsWriter
-from layerzero.checkpoint.errors import RankLostError
+from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
+from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError
 from layerzero.checkpoint.json_codec import PerRank
+from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
@@ -328,11 +327,10 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
 
 
 def _write_on_all_ranks(job: _SaveJob, group: dist.ProcessGroup) -> None:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:
         with torch_registration(group):
-            write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
+            write_tensors(job.tensors, storage_writer=job.writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as error:
         if first:
             job.writer.discard()

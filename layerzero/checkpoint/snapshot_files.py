@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest
 from layerzero.checkpoint.contents import CONTENTS
-from layerzero.checkpoint.manifest import MANIFEST
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.gather_text import all_gather_text

@@ -13,21 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.atomic_files import (
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    make_folder,
-    new_token,
-    partial_path,
-    publish,
-    publish_file,
-    remove,
-)
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, open_safetensors
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredRef, StoredTensor, is_subclass_entry
+from layerzero.checkpoint.manifest import FileRecord, Manifest
 from layerzero.checkpoint.pretrained_weights import find_safetensors
+from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, publish_file, remove
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 

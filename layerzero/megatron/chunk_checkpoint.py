@@ -4,7 +4,7 @@
 All parts are first written to one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
 contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
 all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
-``checkpoint/atomic_files.py``.
+``checkpoint/publish.py``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero import EMA
-from layerzero.checkpoint.atomic_files import (
-    CheckpointError,
-    PathTakenError,
-    make_folder,
-    new_token,
-    partial_path,
-    publish_folder,
-    remove,
-    write_file,
-)
+from layerzero.checkpoint.errors import CheckpointError, PathTakenError
 from layerzero.checkpoint.loading import prepare_load
+from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish_folder, remove, write_file
 from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames

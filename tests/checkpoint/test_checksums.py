@@ -18,8 +18,9 @@ from xxhash import xxh3_128
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, atomic_files
+from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, checksums_of, read_pieces
+from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -90,10 +91,10 @@ def _poor(rank: int, folder: Path) -> None:
     train(model, optimizer, range(1))
     expected = everything(model, optimizer)
     checkpoint.save(folder / "fast", model, optimizer)
-    assert atomic_files.Manifest.read(folder / "fast").scheme == ChecksumScheme("xxh3-128", CHUNK)
+    assert Manifest.read(folder / "fast").scheme == ChecksumScheme("xxh3-128", CHUNK)
     with _without_xxhash():
         checkpoint.save(folder / "slow", model, optimizer)
-        assert atomic_files.Manifest.read(folder / "slow").scheme == ChecksumScheme("sha256", CHUNK)
+        assert Manifest.read(folder / "slow").scheme == ChecksumScheme("sha256", CHUNK)
         other, its_optimizer = sharded_net(2, seed=1)
         checkpoint.load(folder / "slow", other, its_optimizer)
         assert not different(everything(other, its_optimizer), expected)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files, run_folder
+from layerzero.checkpoint import publish, run_folder
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.crashing import slow_disk
 from tests.support.damaging import sign
@@ -170,12 +171,12 @@ def test_what_is_as_new_or_newer_is_not_rotated_away(intact: Path, tmp_path: Pat
 
 def test_a_checkpoint_that_came_in_place_of_an_old_one_is_put_back(intact: Path, tmp_path: Path) -> None:
     _copy(intact, tmp_path / "one", 0, "old")
-    listed = atomic_files.Manifest.read(tmp_path / "one")
+    listed = Manifest.read(tmp_path / "one")
     shutil.rmtree(tmp_path / "one")
     _copy(intact, tmp_path / "one", 9, "new")
     run_folder._remove_checkpoint(listed)
-    assert atomic_files.Manifest.read(tmp_path / "one").token == "new"
-    run_folder._remove_checkpoint(atomic_files.Manifest.read(tmp_path / "one"))
+    assert Manifest.read(tmp_path / "one").token == "new"
+    run_folder._remove_checkpoint(Manifest.read(tmp_path / "one"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,10 +188,10 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         "removed": shutil.rmtree,
         "torn": lambda path: (path / "contents.json").unlink(),
     }.items():
-        partial = atomic_files.partial_path(tmp_path / name, atomic_files.new_token())
+        partial = publish.partial_path(tmp_path / name, publish.new_token())
         shutil.copytree(intact, partial)
-        records = atomic_files.Manifest.read(partial).files.values()
-        (partial / atomic_files.MANIFEST).unlink()
+        records = Manifest.read(partial).files.values()
+        (partial / MANIFEST).unlink()
 
         def renamed(source: Path, target: Path, harm: Callable[[Path], Any] = harm) -> None:
             rename(source, target)
@@ -199,7 +200,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         os.rename = renamed
         try:
             with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not contain the new checkpoint after"):
-                atomic_files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
+                publish.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
         finally:
             os.rename = rename
 
@@ -212,13 +213,13 @@ def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Pat
         rename(source, target)
         rename(source, target)
 
-    partial = atomic_files.partial_path(tmp_path / "one", "token")
+    partial = publish.partial_path(tmp_path / "one", "token")
     shutil.copytree(intact, partial)
-    records = atomic_files.Manifest.read(partial).files.values()
-    (partial / atomic_files.MANIFEST).unlink()
+    records = Manifest.read(partial).files.values()
+    (partial / MANIFEST).unlink()
     os.rename = twice
     try:
-        atomic_files.publish(partial, tmp_path / "one", records, sequence=0, token="token")
+        publish.publish(partial, tmp_path / "one", records, sequence=0, token="token")
     finally:
         os.rename = rename
-    assert atomic_files.Manifest.read(tmp_path / "one").token == "token"
+    assert Manifest.read(tmp_path / "one").token == "token"

@@ -16,10 +16,10 @@ from torch import nn
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, atomic_files
+from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.dcp_storage import CheckpointContents
-from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
+from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, manifest_text
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
 from tests.support.models import different
@@ -42,7 +42,7 @@ def damaged(intact: Path, tmp_path: Path) -> Path:
 
 
 def _verify(path: Path) -> None:
-    manifest = atomic_files.Manifest.read(path)
+    manifest = Manifest.read(path)
     CheckpointContents.read(manifest)
     manifest.verify()
 
@@ -61,7 +61,7 @@ def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(damaged: Path, n
     content = file.read_bytes()
     sample = range(len(content)) if name.endswith("json") else [*range(64), *range(64, len(content), 11)]
     for offset in sample:
-        for bit in range(8) if name == atomic_files.MANIFEST else (offset % 8,):
+        for bit in range(8) if name == MANIFEST else (offset % 8,):
             _write_byte(file, offset, content[offset] ^ 1 << bit)
             with pytest.raises(CheckpointError, match=name):
                 _verify(damaged)
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(intact: Path, tmp_path: P
         harm(path / name)
         with pytest.raises(CheckpointError, match=name):
             _verify(path)
-        if what not in ("zeroed", "deep", "other") or name == atomic_files.MANIFEST:
+        if what not in ("zeroed", "deep", "other") or name == MANIFEST:
             assert checkpoint.latest(path.parent) is None
 
 
@@ -155,19 +155,19 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
     for name in odd:
         sign(damaged, {"contents.json": "contents.json", name: DATA})
         with pytest.raises(CheckpointError, match=r"manifest\.json names a file"):
-            atomic_files.Manifest.read(damaged)
+            Manifest.read(damaged)
         assert checkpoint.latest(damaged.parent) is None
     for sequence in ("1", None, 1.5, True, [1], {}):
         sign(damaged, sequence=sequence)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            atomic_files.Manifest.read(damaged)
+            Manifest.read(damaged)
     for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}, [10, "x"], [10, 3], [10, "0" * 31], [10, None]):
         table = {DATA: entry}
         known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
         known["checksums"] = asdict(ChecksumScheme.best())
-        (damaged / atomic_files.MANIFEST).write_bytes(manifest_text(known))
+        (damaged / MANIFEST).write_bytes(manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            atomic_files.Manifest.read(damaged)
+            Manifest.read(damaged)
     for scheme in (
         ChecksumScheme("md5", 8 << 20),
         ChecksumScheme(["sha256"], 8 << 20),
@@ -175,17 +175,17 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
         *map(_with_chunk, ODD_CHUNKS),
     ):
         known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}}
-        (damaged / atomic_files.MANIFEST).write_bytes(manifest_text({**known, "checksums": asdict(scheme)}))
+        (damaged / MANIFEST).write_bytes(manifest_text({**known, "checksums": asdict(scheme)}))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            atomic_files.Manifest.read(damaged)
+            Manifest.read(damaged)
     for checksums in (None, [], "sha256", {}, {"algorithm": "sha256"}, {"algorithm": "sha256", "chunk": 1, "more": 1}):
         known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}, "checksums": checksums}
-        (damaged / atomic_files.MANIFEST).write_bytes(manifest_text(known))
+        (damaged / MANIFEST).write_bytes(manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-            atomic_files.Manifest.read(damaged)
+            Manifest.read(damaged)
     sign(damaged, {DATA: DATA})
     with pytest.raises(CheckpointError, match=r"manifest\.json does not list the file 'contents\.json'"):
-        CheckpointContents.read(atomic_files.Manifest.read(damaged))
+        CheckpointContents.read(Manifest.read(damaged))
 
 
 def _as_nobody(folder: Path) -> Path | None:
@@ -217,8 +217,8 @@ def test_latest_goes_by_the_order_of_saves_and_passes_over_what_is_no_checkpoint
     ):
         sign(Path(shutil.copytree(intact, tmp_path / name)), sequence=sequence)
         os.utime(tmp_path / name, (9 - sequence, 9 - sequence))
-    (tmp_path / "z-without-manifest" / atomic_files.MANIFEST).unlink()
-    manifest = tmp_path / "y-damaged" / atomic_files.MANIFEST
+    (tmp_path / "z-without-manifest" / MANIFEST).unlink()
+    manifest = tmp_path / "y-damaged" / MANIFEST
     manifest.write_bytes(manifest.read_bytes().replace(b'"sequence": 4', b'"sequence": 9'))
     (tmp_path / "x-unlisted" / DATA).unlink()
     (tmp_path / "z-link").symlink_to("step-9")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from layerzero import checkpoint
 from layerzero.checkpoint import dcp_storage
-from layerzero.checkpoint.atomic_files import Manifest
+from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
 from tests.support.models import different

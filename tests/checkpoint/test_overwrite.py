@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files, safetensors_writer
-from layerzero.checkpoint.manifest import Manifest
+from layerzero.checkpoint import publish, safetensors_writer
+from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.run_folder import clear_leftovers, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -26,13 +26,13 @@ BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange",
 @contextmanager
 def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> Iterator[None]:
     """Simulate a disk that cannot swap two names, or that has its own rename."""
-    exchange, real = atomic_files._renameat2, os.rename
-    atomic_files._renameat2 = exchange if exchanges else None
+    exchange, real = publish._renameat2, os.rename
+    publish._renameat2 = exchange if exchanges else None
     os.rename = rename
     try:
         yield
     finally:
-        atomic_files._renameat2, os.rename = exchange, real
+        publish._renameat2, os.rename = exchange, real
 
 
 def _refuses(name: str, times: int) -> Callable[[Any, Any], None]:
@@ -96,7 +96,7 @@ def _lying_disk(rank: int, folder: str) -> None:
     checkpoint.save(path, model, optimizer, {"step": 1})
     write = safetensors_writer.write_file
 
-    def lie(file: Path, content: object) -> atomic_files.FileRecord:
+    def lie(file: Path, content: object) -> FileRecord:
         record = write(file, content)
         if file.name == "rank-00001.safetensors":
             damaged = bytearray(file.read_bytes())
@@ -119,15 +119,15 @@ def test_what_was_written_is_read_back_before_it_replaces_anything(tmp_path: Pat
 
 
 def _cannot_be_read(rank: int, folder: str) -> None:
-    path, is_at = f"{folder}/last", atomic_files._is_at
+    path, is_at = f"{folder}/last", publish._is_at
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    atomic_files._is_at = lambda *_: False  # reading the manifest fails
+    publish._is_at = lambda *_: False  # reading the manifest fails
     try:
         with pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint after the rename"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
-        atomic_files._is_at = is_at
+        publish._is_at = is_at
     assert _left(folder) == ["last"]
     assert checkpoint.load(path, model, optimizer) == {"step": 1}, "what is discarded is the new one"
 
@@ -143,7 +143,7 @@ def _one(rank: int, path: str) -> None:
 @BOTH_WAYS
 def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
-    path, partial = tmp_path / "last", atomic_files.partial_path(tmp_path / "last", atomic_files.new_token())
+    path, partial = tmp_path / "last", publish.partial_path(tmp_path / "last", publish.new_token())
     shutil.copytree(path, partial)
     (path / "rank-00001.safetensors").write_bytes(b"of the old one")
 
@@ -154,9 +154,9 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         return False
 
     with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint"):
-        atomic_files.publish_folder(partial, path, intrudes, overwrite=True)
+        publish.publish_folder(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
-    atomic_files.remove(partial)  # as a failed save does
+    publish.remove(partial)  # as a failed save does
     (old,) = tmp_path.glob(".last.*.replaced")
     assert (old / "rank-00001.safetensors").exists(), "the old one is not what a failed save discards"
 
@@ -164,13 +164,13 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
 def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(tmp_path: Path) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
     shutil.copytree(tmp_path / "last", tmp_path / "new")
-    hidden = atomic_files.hide_folder(tmp_path / "last", "replaced")
+    hidden = publish.hide_folder(tmp_path / "last", "replaced")
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))
-    clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
+    clear_leftovers(tmp_path / "new" / MANIFEST)
     assert {manifest.folder for manifest in scan(tmp_path).complete} == {hidden, tmp_path / "new"}
     shutil.copytree(tmp_path / "new", tmp_path / "last")
     assert {manifest.folder.name for manifest in scan(tmp_path).complete} == {"last", "new"}
-    clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
+    clear_leftovers(tmp_path / "new" / MANIFEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
     Manifest.read(tmp_path / "last").verify()

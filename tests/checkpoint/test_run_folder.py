@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files, loading, safetensors_writer
-from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
+from layerzero.checkpoint import loading, publish, safetensors_writer
+from layerzero.checkpoint.manifest import FileRecord, Manifest, UnsupportedFormatError
 from layerzero.checkpoint.run_folder import RunFolderScan, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged
@@ -159,8 +159,8 @@ def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(tmp_path: P
 
 def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
     model, optimizer, _ = _states_saved(folder, 1)
-    path, rename = f"{folder}/step-0", atomic_files._renameat2
-    atomic_files._renameat2 = rename if exchanges else None
+    path, rename = f"{folder}/step-0", publish._renameat2
+    publish._renameat2 = rename if exchanges else None
     try:
         train(model, optimizer, range(1, 2))
         state = everything(model, optimizer)
@@ -185,7 +185,7 @@ def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
         with pytest.raises(FileExistsError, match="or pass overwrite=True"):
             checkpoint.save(path, model, optimizer)
     finally:
-        atomic_files._renameat2 = rename
+        publish._renameat2 = rename
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -197,7 +197,7 @@ def _full_disk(rank: int, folder: str) -> None:
     model, optimizer, states = _states_saved(folder, 1)
     write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
+    def refuse(path: Path, content: object) -> FileRecord:
         if path.name == DATA:
             raise OSError(28, "No space left on device")
         return write(path, content)
@@ -224,7 +224,7 @@ def _lying_disk(rank: int, folder: str) -> None:
     model, optimizer, _ = _states_saved(folder, 2)
     write = safetensors_writer.write_file
 
-    def lie(path: Path, content: object) -> atomic_files.FileRecord:
+    def lie(path: Path, content: object) -> FileRecord:
         record = write(path, content)
         if path.name == DATA:
             _flip(path, -1)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files, safetensors_writer
+from layerzero.checkpoint import publish, safetensors_writer
+from layerzero.checkpoint.manifest import FileRecord
 from layerzero.checkpoint.staging import staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
@@ -25,7 +26,7 @@ from tests.support.ranks import run_ranks
 def _trained_meanwhile(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    gate, write = threading.Event(), atomic_files.write_file
+    gate, write = threading.Event(), publish.write_file
 
     def write_late(*args, **kwargs):
         gate.wait()
@@ -116,7 +117,7 @@ def _failing(rank: int, folder: str) -> None:
 
     write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
+    def refuse(path: Path, content: object) -> FileRecord:
         if path.name == "rank-00001.safetensors":
             raise OSError(28, "No space left on device")
         return write(path, content)
@@ -174,7 +175,7 @@ def _told_at_a_step(rank: int, folder: str) -> None:
     train(model, optimizer, range(1))
     write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
+    def refuse(path: Path, content: object) -> FileRecord:
         raise OSError(28, "No space left on device")
 
     safetensors_writer.write_file = refuse

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files, run_folder, whole_model_files
+from layerzero.checkpoint import publish, run_folder, whole_model_files
+from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.staging import Staging, staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
@@ -255,7 +256,7 @@ def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -
 
 def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
-    flush, calls = atomic_files.flush_folder, []
+    flush, calls = publish.flush_folder, []
 
     def refuse(path: Path) -> None:
         calls.append(path)
@@ -263,7 +264,7 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
             raise PermissionError(path)
         flush(path)
 
-    atomic_files.flush_folder = refuse
+    publish.flush_folder = refuse
     try:
         if rank == 0:
             with pytest.warns(UserWarning, match="could not be flushed"):
@@ -271,7 +272,7 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
         else:
             checkpoint.save(f"{folder}/one", model, optimizer)
     finally:
-        atomic_files.flush_folder = flush
+        publish.flush_folder = flush
     checkpoint.load(f"{folder}/one", model, optimizer)
 
 
@@ -293,8 +294,8 @@ def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -
     day, token = 24 * 3600, "0123456789abcdef"
     new = tmp_path / "new"
     new.mkdir()
-    (new / atomic_files.MANIFEST).touch()
-    now = (new / atomic_files.MANIFEST).stat().st_mtime
+    (new / MANIFEST).touch()
+    now = (new / MANIFEST).stat().st_mtime
     names = {f".old.{token}.partial": 2 * day, f".young.{token}.partial": day // 2, ".theirs.partial": 2 * day}
     for name, age in names.items():
         (tmp_path / name).mkdir()
@@ -308,5 +309,5 @@ def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -
     busy.mkdir()
     (busy / "file").touch()
     os.utime(busy, (0, 0))  # a file in it is being written
-    run_folder.clear_leftovers(new / atomic_files.MANIFEST)
+    run_folder.clear_leftovers(new / MANIFEST)
     assert {path.name for path in tmp_path.iterdir()} == {"new", busy.name, *list(names)[1:]}

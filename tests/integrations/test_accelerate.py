@@ -22,7 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files
+from layerzero.checkpoint import publish
 from layerzero.integrations.accelerate import CONFIG_VARIABLE, LayerZeroAccelerator, LayerZeroPlugin
 from tests.support.loops import Samples, assert_like, forget_accelerators, launched
 from tests.support.models import (
@@ -194,7 +194,7 @@ def _fails_on_one_rank(rank: int, folder: str) -> None:
         acc.save_state(folder)
         acc.wait_for_everyone()
         saved, rename = full_parameters(model), os.rename
-        exchange, atomic_files._renameat2 = atomic_files._renameat2, None
+        exchange, publish._renameat2 = publish._renameat2, None
 
         failures = [OSError(5, "Input/output error")] if rank == 0 else []
 
@@ -211,7 +211,7 @@ def _fails_on_one_rank(rank: int, folder: str) -> None:
             with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
                 acc.save_state(folder)
         finally:
-            os.rename, atomic_files._renameat2 = rename, exchange
+            os.rename, publish._renameat2 = rename, exchange
         assert time.monotonic() - began < 15, "nobody waits for the rank that failed"
         found = checkpoint.load_latest(folder, model)
         assert found is not None, "the old one is still there"

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files
 from layerzero.checkpoint.checksums import ChecksumScheme, checksums_of
-from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
+from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
 
 DATA = "rank-00000.safetensors"
@@ -47,7 +46,7 @@ def sign(
     **more: Any,
 ) -> None:
     """Replace the manifest by a forged valid one; `listed` maps the names to list to the files with the contents."""
-    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != atomic_files.MANIFEST}
+    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != MANIFEST}
     scheme = scheme or ChecksumScheme.best()
     table = {}
     for name, file in listed.items():
@@ -55,5 +54,5 @@ def sign(
         table[name] = [len(content), checksums_of(content, scheme)]
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, **more}
     known = {"checksums": asdict(scheme), **known}
-    (path / atomic_files.MANIFEST).unlink(missing_ok=True)
-    (path / atomic_files.MANIFEST).write_bytes(manifest_text(known))
+    (path / MANIFEST).unlink(missing_ok=True)
+    (path / MANIFEST).write_bytes(manifest_text(known))

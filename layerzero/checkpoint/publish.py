@@ -41,11 +41,6 @@ from layerzero.checkpoint.errors import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 
 __all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "FileRecord",
-    "Manifest",
-    "PathTakenError",
     "contiguous_on_cpu",
     "discard",
     "flush_folder",
