@@ -47,7 +47,7 @@ from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
-from layerzero.checkpoint.safetensors_writer import write_items
+from layerzero.checkpoint.safetensors_files import write_items
 from layerzero.checkpoint.saving import PendingSave
 from layerzero.checkpoint.snapshot_files import (
     CHUNK,

@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,25 +32,20 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, check_chunks, num_saving_ranks
+from layerzero.checkpoint.contents import CheckpointContents, check_chunks, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import DTYPES, StoredTensor, merge_ranks
+from layerzero.checkpoint.json_codec import StoredTensor, merge_ranks
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
-from layerzero.checkpoint.safetensors_writer import rank_file, write_items
+from layerzero.checkpoint.safetensors_files import check_stored_tensor, open_safetensors, rank_file, write_items
 
 __all__ = [
     "SafetensorsReader",
     "SafetensorsWriter",
     "SavePlanner",
     "TensorTable",
-    "check_stored_tensor",
     "chunk_of",
-    "iter_pieces",
-    "open_safetensors",
 ]
-
-_PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at the same time during a read
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -304,55 +299,6 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file; return the context manager of ``safetensors.safe_open``."""
-    try:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only loads need it
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("loading a checkpoint requires safetensors. Run: pip install safetensors") from error
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def check_stored_tensor(
-    path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
-) -> None:
-    """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes.
-
-    Args:
-        tensors: the opened file; see :func:`open_safetensors`.
-        names: names of all tensors in the file.
-        key, shape, dtype: the tensor that ``contents.json`` describes.
-    """
-    entry = tensors.get_slice(key) if key in names else None
-    if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
-        actual = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
-        raise CheckpointError(f"{path} has {actual} as {key}, but {CONTENTS} lists {dtype} {list(shape)}")
-
-
-def iter_pieces(
-    tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
-) -> Iterator[Tensor]:
-    """Yield a tensor of an opened file, or only the region `box` of the tensor, in ranges of rows.
-
-    Each range has a single row or at most 64 MiB.
-
-    Args:
-        tensors: the opened file; see :func:`open_safetensors`.
-        shape, dtype: shape and dtype of the tensor in the file.
-    """
-    if not shape:
-        yield tensors.get_tensor(key)
-        return
-    step = max(1, _PIECE // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))  # rows
-    source, rows = tensors.get_slice(key), range(shape[0])[box[0] if box else slice(None)]
-    for start in rows[::step]:
-        index = (slice(start, min(start + step, rows.stop)), *box[1:])
-        yield source[index]
 
 
 def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.contents import CheckpointContents
-from layerzero.checkpoint.dcp_storage import iter_pieces, open_safetensors
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredTensor
+from layerzero.checkpoint.json_codec import StoredTensor
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
+from layerzero.checkpoint.safetensors_files import FileTensor, iter_pieces, open_safetensors, tensors_in
 from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["find_safetensors", "load_safetensors"]
@@ -121,23 +121,11 @@ class _FullFiles:
     twice = True
 
     def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None) -> None:
-        self._place: dict[str, tuple[Path, str]] = {}  # by key: file, and name in that file
-        stored: dict[str, StoredTensor] = {}
-        for path in files:
-            with open_safetensors(path) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    key = rename(name) if rename is not None else name
-                    if key in stored:
-                        raise ValueError(
-                            f"{path} has {name} for {key}, but {self._place[key][0]} has a tensor for it as well. "
-                            "Pass files without duplicate tensors"
-                        )
-                    entry = tensors.get_slice(name)
-                    dtype, shape = DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())
-                    if dtype is None:
-                        raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
-                    stored[key] = StoredTensor(shape, dtype, ((path.name, (0,) * len(shape), shape),))
-                    self._place[key] = (path, name)
+        self._tensors = tensors_in(files, rename)
+        stored = {
+            key: StoredTensor(found.shape, found.dtype, ((found.path.name, (0,) * len(found.shape), found.shape),))
+            for key, found in self._tensors.items()
+        }
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
         self.contents = CheckpointContents({}, document, stored)
         tensor_table = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
@@ -157,10 +145,10 @@ class _FullFiles:
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for key, tensor in tensors.items():
-                path, name = self._place[key]
-                if path not in files:
-                    files[path] = stack.enter_context(open_safetensors(path))
-                for target, values in _iter_own_rows(files[path], name, tensor, self.contents.tensors[key]):
+                found = self._tensors[key]
+                if found.path not in files:
+                    files[found.path] = stack.enter_context(open_safetensors(found.path))
+                for target, values in _iter_own_rows(files[found.path], found, tensor):
                     target.copy_(values)
 
 
@@ -177,17 +165,17 @@ def _size_and_sample_digest(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _iter_own_rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _iter_own_rows(file: Any, found: FileTensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of a slice of this rank's rows of `tensor` and the stored values for that slice."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it
         return
-    if not stored.shape:
-        yield memory, file.get_tensor(name)
-        return
     box = local.spec.global_slices if isinstance(local, LocalShard) else ()
     start = 0
-    for values in iter_pieces(file, name, stored.shape, stored.dtype, box=box):
+    for values in iter_pieces(file, found.name, found.shape, found.dtype, box=box):
+        if not found.shape:
+            yield memory, values
+            return
         yield memory[start : start + len(values)], values
         start += len(values)

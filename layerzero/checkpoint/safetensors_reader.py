@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +94,6 @@ class CheckpointFiles:
             if not 0 < length <= min(size - 8, _HEADER_BYTES):
                 raise ValueError(f"the header has the invalid length of {length:,} bytes")
             entries = json.loads(self._read_bytes(file, 8, 8 + length))
-            entries.pop("__metadata__", None)
-            _check_offsets(entries, size - 8 - length)
             for part in parts:
                 stored = self.contents.tensors[part.key]
                 entry, expected = entries[part.key], (DTYPES[stored.dtype], list(part.sizes))
@@ -200,14 +198,3 @@ def _byte_view(tensor: Tensor) -> Tensor:
     offset = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), offset, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
-
-
-def _check_offsets(entries: Mapping[str, Any], nbytes: int) -> None:
-    """Raise ValueError unless the tensors fill all bytes of the file without gaps or overlap."""
-    end = 0
-    for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
-        if type(begin) is not int or type(stop) is not int or begin != end or stop < begin:
-            raise ValueError(f"a tensor is at bytes {begin} to {stop}, but byte {end} is next")
-        end = stop
-    if end != nbytes:
-        raise ValueError(f"the tensors have {end:,} bytes, but the file has space for {nbytes:,}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,18 +13,22 @@ import torch
 from torch import Tensor
 
 from layerzero.checkpoint.contents import CheckpointContents
-from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, open_safetensors
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredRef, StoredTensor, is_subclass_entry
-from layerzero.checkpoint.manifest import FileRecord, Manifest
+from layerzero.checkpoint.json_codec import StoredRef, StoredTensor, is_subclass_entry
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.pretrained_weights import find_safetensors
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, publish_file, remove
 from layerzero.checkpoint.run_folder import next_sequence
-from layerzero.checkpoint.safetensors_writer import write_safetensors
+from layerzero.checkpoint.safetensors_files import (
+    FileTensor,
+    check_stored_tensor,
+    iter_pieces,
+    open_safetensors,
+    rank_file,
+    tensors_in,
+    write_safetensors,
+)
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
-
-_PART = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -188,81 +191,35 @@ def import_model(
     target = Path(path).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists and is not overwritten. Use another path")
-    with ExitStack() as stack:
-        sources: dict[str, _FileTensor] = {}
-        for file in find_safetensors(files):
-            tensors = stack.enter_context(open_safetensors(file))
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if name in sources:
-                    raise ValueError(
-                        f"{os.fspath(file)} has a tensor {name!r} that an earlier file has as well. Pass files without "
-                        "duplicate tensors"
-                    )
-                sources[name] = _FileTensor.of(file, tensors, name, dtype)
-        order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
-        _write_model(target, {name: sources[name] for name in order})
-
-
-@dataclass(frozen=True)
-class _FileTensor:
-    """A tensor in an opened file, and the dtype to which it is cast."""
-
-    tensors: Any
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cast: torch.dtype
-
-    @classmethod
-    def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _FileTensor:
-        entry = tensors.get_slice(name)
-        dtype = DTYPE_NAMED.get(entry.get_dtype())
-        if dtype is None:
-            raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
-        changed = cast if cast is not None and dtype.is_floating_point else dtype
-        return cls(tensors, tuple(entry.get_shape()), dtype, changed)
-
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        for piece in iter_pieces(self.tensors, name, self.shape, self.dtype):
-            yield piece.to(self.cast)
-
-
-def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
+    sources = tensors_in(find_safetensors(files))
+    casts = {
+        name: dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+        for name, source in sources.items()
+    }
+    order = sorted(sources, key=lambda name: -casts[name].itemsize)
     token = new_token()
     partial = partial_path(target, token)
     make_folder(target.parent)
     partial.mkdir()
     try:
-        records, stored = [], {}
-        for number, part in enumerate(_split_into_files(sources)):
-            record = _write_part(partial / f"rank-{number:05d}.safetensors", part)
-            records.append(record)
-            for name, source in part.items():
-                chunk = (record.name, (0,) * len(source.shape), source.shape)
-                stored[f"model.{name}"] = StoredTensor(source.shape, source.cast, (chunk,))
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(open_safetensors(file)) for file in {s.path for s in sources.values()}}
+            header = {f"model.{name}": (sources[name].shape, casts[name]) for name in order}
+            pieces = (_iter_file_tensor(opened[sources[name].path], sources[name], casts[name]) for name in order)
+            record = write_safetensors(partial / rank_file(0), header, pieces)
+        stored = {
+            key: StoredTensor(shape, cast, ((record.name, (0,) * len(shape), shape),))
+            for key, (shape, cast) in header.items()
+        }
         model = {name: {"$tensor": f"model.{name}"} for name in sources}
         document = {"model": model, "optimizer": None, "extra": None}
-        contents = CheckpointContents({"data_parallel": 1, "zero3_size": 1}, document, stored)
-        records.append(contents.write(partial))
-        publish(partial, target, records, sequence=next_sequence(target.parent), token=token)
+        written = CheckpointContents({"data_parallel": 1, "zero3_size": 1}, document, stored).write(partial)
+        publish(partial, target, [record, written], sequence=next_sequence(target.parent), token=token)
     except BaseException:
         remove(partial)
         raise
 
 
-def _split_into_files(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
-    """Split the tensors into files of about _PART bytes, so that the loading ranks can verify the files in parallel."""
-    part: dict[str, _FileTensor] = {}
-    nbytes = 0
-    for name, source in sources.items():
-        part[name] = source
-        nbytes += source.cast.itemsize * math.prod(source.shape)
-        if nbytes >= _PART:
-            yield part
-            part, nbytes = {}, 0
-    if part:
-        yield part
-
-
-def _write_part(path: Path, part: Mapping[str, _FileTensor]) -> FileRecord:
-    header = {f"model.{name}": (source.shape, source.cast) for name, source in part.items()}
-    return write_safetensors(path, header, (source.pieces(name) for name, source in part.items()))
+def _iter_file_tensor(tensors: Any, source: FileTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    for piece in iter_pieces(tensors, source.name, source.shape, source.dtype):
+        yield piece.to(dtype)

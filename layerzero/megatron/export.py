@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from layerzero.checkpoint.contents import CheckpointContents
-from layerzero.checkpoint.dcp_storage import check_stored_tensor, iter_pieces, open_safetensors
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import StoredTensor
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import new_token, partial_path, publish_file, remove
-from layerzero.checkpoint.safetensors_writer import write_safetensors
+from layerzero.checkpoint.safetensors_files import (
+    check_stored_tensor,
+    iter_pieces,
+    open_safetensors,
+    write_safetensors,
+)
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_names import layer_of, module_name
 

@@ -130,13 +130,6 @@ def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(damaged: Pat
     run_ranks(_unharmed, damaged, world_size=2)
 
 
-ODD_CHUNKS: tuple[Any, ...] = (None, "1", 0, -1, 1, True, 8.0e6, [8 << 20])
-
-
-def _with_chunk(chunk: Any) -> ChecksumScheme:
-    return ChecksumScheme("sha256", chunk)
-
-
 def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> None:
     shutil.copy(damaged / DATA, damaged.parent / DATA)
     odd = (
@@ -157,31 +150,14 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
         with pytest.raises(CheckpointError, match=r"manifest\.json names a file"):
             Manifest.read(damaged)
         assert checkpoint.latest(damaged.parent) is None
-    for sequence in ("1", None, 1.5, True, [1], {}):
-        sign(damaged, sequence=sequence)
-        with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            Manifest.read(damaged)
-    for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}, [10, "x"], [10, 3], [10, "0" * 31], [10, None]):
-        table = {DATA: entry}
-        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
-        known["checksums"] = asdict(ChecksumScheme.best())
-        (damaged / MANIFEST).write_bytes(manifest_text(known))
-        with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            Manifest.read(damaged)
-    for scheme in (
-        ChecksumScheme("md5", 8 << 20),
-        ChecksumScheme(["sha256"], 8 << 20),
-        ChecksumScheme({}, 1),
-        *map(_with_chunk, ODD_CHUNKS),
+    known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}}
+    for checksums, said in (
+        (asdict(ChecksumScheme("md5", 8 << 20)), "the unknown algorithm 'md5'"),
+        (None, "is damaged"),
+        ({"algorithm": "sha256"}, "is damaged"),
     ):
-        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}}
-        (damaged / MANIFEST).write_bytes(manifest_text({**known, "checksums": asdict(scheme)}))
-        with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            Manifest.read(damaged)
-    for checksums in (None, [], "sha256", {}, {"algorithm": "sha256"}, {"algorithm": "sha256", "chunk": 1, "more": 1}):
-        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}, "checksums": checksums}
-        (damaged / MANIFEST).write_bytes(manifest_text(known))
-        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        (damaged / MANIFEST).write_bytes(manifest_text({**known, "checksums": checksums}))
+        with pytest.raises(CheckpointError, match=rf"manifest\.json .*{said}"):
             Manifest.read(damaged)
     sign(damaged, {DATA: DATA})
     with pytest.raises(CheckpointError, match=r"manifest\.json does not list the file 'contents\.json'"):

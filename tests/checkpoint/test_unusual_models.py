@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import publish, run_folder, whole_model_files
+from layerzero.checkpoint import publish, run_folder
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.staging import Staging, staging_of
 from layerzero.engine.hooks import get_state
@@ -278,16 +277,6 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
 
 def test_what_comes_after_the_rename_does_not_fail_the_save(tmp_path: Path) -> None:
     run_ranks(_folder_that_cannot_be_flushed, str(tmp_path), world_size=2)
-
-
-def test_an_import_of_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
-    save_file(state, tmp_path / "whole.safetensors")
-    monkeypatch.setattr(whole_model_files, "_PART", 2 * 64)
-    whole_model_files.import_model([tmp_path / "whole.safetensors"], tmp_path / "one")
-    assert len(list((tmp_path / "one").glob("*.safetensors"))) == 3
-    whole_model_files.export_model(tmp_path / "one", tmp_path / "again.safetensors")
-    assert not different(load_file(tmp_path / "again.safetensors"), state)
 
 
 def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -> None:
