@@ -38,7 +38,7 @@ Formats:
 - `contents`: reads, checks and writes ``contents.json``
 - `json_codec`: encodes nested values as JSON and tensors
 - `safetensors_reader`: reads checkpoint files and verifies their checksums
-- `safetensors_files`: writes safetensors files in a stream
+- `safetensors_writer`: writes safetensors files in a stream
 - `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
 - `dcp_interop`: loads DCP checkpoints, and reads layerzero checkpoints through DCP
 - `whole_model_files`: exports, imports and inspects full models in one process

@@ -34,8 +34,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.checkpoint.checksums import ByteRange as Bytes
-from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SavePlanner, TensorTable, chunk_of
@@ -47,7 +46,7 @@ from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
-from layerzero.checkpoint.safetensors_files import write_items
+from layerzero.checkpoint.safetensors_writer import write_items
 from layerzero.checkpoint.saving import PendingSave
 from layerzero.checkpoint.snapshot_files import (
     CHUNK,
@@ -302,13 +301,8 @@ class Buddies:
                 self._comm, sent=outgoing[chunk_slice], received=incoming[chunk_slice], **partners, name="a snapshot"
             ).wait()
             self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
-        read_pieces(
-            folder / partner_record.name,
-            partner_record.size,
-            partner_record.sums,
-            ChecksumScheme.best(),
-            [Bytes(0, partner_record.size, None)],
-        )
+        sums = FileSums(partner_record.size, partner_record.sums, ChecksumScheme.best())
+        read_pieces(folder / partner_record.name, sums, [ByteRange(0, partner_record.size, None)])
 
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
         """Load the last complete snapshot into the model and the optimizer; return None if no snapshot can be loaded.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.errors import CheckpointError
 
-__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
+__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "FileSums", "checksums_of", "read_pieces"]
 
 CHUNK = 8 << 20  # size of a chunk in bytes; the checksums of a terabyte of files take 4 MB
 _STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
@@ -130,12 +130,20 @@ class ByteRange:
     into: Tensor | None
 
 
-def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> None:
+@dataclass(frozen=True)
+class FileSums:
+    """Checksums of all chunks of a file of `size` bytes, concatenated."""
+
+    size: int
+    sums: str
+    scheme: ChecksumScheme
+
+
+def read_pieces(path: Path, sums: FileSums | None, pieces: Sequence[ByteRange]) -> None:
     """Read byte ranges of a file and verify the checksums of all chunks that overlap these ranges.
 
     Args:
-        size: size of the file in bytes.
-        sums: checksums of the full file.
+        sums: checksums of the file. If None, nothing is verified.
         pieces: byte ranges in file order. The ranges do not overlap.
 
     Raises:
@@ -146,9 +154,9 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        chunk_reads = list(_chunk_reads(size, sums, scheme, pieces))
+        chunk_reads = list(_chunk_reads(sums, pieces))
         with ThreadPoolExecutor(max(1, min(_THREADS, len(chunk_reads)))) as pool:
-            futures = [pool.submit(_read_chunk, descriptor, scheme, chunk_read) for chunk_read in chunk_reads]
+            futures = [pool.submit(_read_chunk, descriptor, chunk_read) for chunk_read in chunk_reads]
             try:
                 for future in futures:
                     future.result()
@@ -173,17 +181,17 @@ class _ChunkRead:
 
     Attributes:
         pieces: byte ranges inside the chunk, in order. Bytes between the ranges are only hashed.
-        sum: checksum of the chunk.
+        sums: checksums of the file; None if the chunk is not verified.
     """
 
     start: int
     stop: int
     pieces: Sequence[ByteRange]
-    sum: str
+    sums: FileSums | None
 
 
-def _chunk_reads(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
-    chunk = scheme.chunk
+def _chunk_reads(sums: FileSums | None, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
+    chunk = CHUNK if sums is None else sums.scheme.chunk
     chunk_pieces: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
@@ -191,29 +199,33 @@ def _chunk_reads(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[
             target = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
             chunk_pieces.setdefault(index, []).append(ByteRange(start, stop, target))
     for index, in_chunk in chunk_pieces.items():
-        stop = min(size, (index + 1) * chunk)
-        yield _ChunkRead(index * chunk, stop, in_chunk, scheme.of_chunk(sums, index))
+        stop = (index + 1) * chunk if sums is None else min(sums.size, (index + 1) * chunk)
+        yield _ChunkRead(index * chunk, stop, in_chunk, sums)
 
 
-def _read_chunk(descriptor: int, scheme: ChecksumScheme, chunk_read: _ChunkRead) -> None:
-    hasher = scheme.hasher()
+def _read_chunk(descriptor: int, chunk_read: _ChunkRead) -> None:
+    sums, position = chunk_read.sums, chunk_read.start
+    hasher = None if sums is None else sums.scheme.hasher()
     scratch = bytearray(min(_STEP, chunk_read.stop - chunk_read.start))
-    position = chunk_read.start
     for piece in chunk_read.pieces:
-        _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
+        if hasher is not None:
+            _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
         _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         position = piece.stop
+    if sums is None or hasher is None:
+        return
     _read_and_hash(descriptor, position, chunk_read.stop, None, scratch, hasher)
-    if hasher.hexdigest() != chunk_read.sum:
+    if hasher.hexdigest() != sums.scheme.of_chunk(sums.sums, chunk_read.start // sums.scheme.chunk):
         raise _Damage(
-            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {scheme.algorithm} checksum"
+            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {sums.scheme.algorithm} "
+            "checksum"
         )
 
 
 def _read_and_hash(
     descriptor: int, start: int, stop: int, target: Tensor | None, scratch: bytearray, hasher: Any
 ) -> None:
-    """Read and hash bytes `start` to `stop` of a file and copy the bytes to `target` unless `target` is None."""
+    """Read bytes `start` to `stop` of a file, hash them unless `hasher` is None, and copy them to `target`, if any."""
     direct = target is not None and target.device.type == "cpu"
     for position in range(start, stop, _STEP):
         length = min(_STEP, stop - position)
@@ -223,7 +235,8 @@ def _read_and_hash(
         else:
             part = memoryview(scratch)[:length]
         _read_exactly(descriptor, part, position)
-        hasher.update(part)
+        if hasher is not None:
+            hasher.update(part)
         if target is not None and not direct:
             target[position - start : position - start + length].copy_(
                 torch.frombuffer(scratch, dtype=torch.uint8, count=length)

@@ -23,6 +23,7 @@ from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
@@ -165,11 +166,12 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     manifest = Manifest.read(path)
     if verify:
         manifest.verify()
-    contents = CheckpointContents.read(manifest)
-    flat, _ = flatten_state_dict({key: value for key, value in contents.values(None).items() if value is not None})
+    files = CheckpointFiles(manifest)
+    tree = files.contents.values(None)
+    flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, StoredRef)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, StoredRef)}
-    return SafetensorsReader(manifest, contents, names=names, values=values)
+    return SafetensorsReader(files, names=names, values=values)
 
 
 def _named(saved: dict[str, Any], optimizer: ShardedOptimizer | None, lz_state: LayerZeroState) -> dict[str, Any]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,9 +33,9 @@ from torch.futures import Future
 from layerzero.checkpoint.contents import CheckpointContents, check_chunks, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import StoredTensor, merge_ranks
-from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
-from layerzero.checkpoint.safetensors_files import check_stored_tensor, open_safetensors, rank_file, write_items
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles, Region
+from layerzero.checkpoint.safetensors_writer import rank_file, write_items
 
 __all__ = [
     "SafetensorsReader",
@@ -226,22 +224,20 @@ class SafetensorsReader(StorageReader):
     """DCP ``StorageReader`` that reads one verified checkpoint.
 
     Args:
-        names: key of each tensor, by flat name. If None, each key is also the flat name.
-        values: values that are not tensors, by flat name, for loads through torch.distributed.checkpoint.
+        names: key of each tensor, by flat name.
+        values: values that are not tensors, by flat name.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
-        contents: CheckpointContents,
+        files: CheckpointFiles,
         *,
-        names: Mapping[str, str] | None = None,
-        values: Mapping[str, Any] | None = None,
+        names: Mapping[str, str],
+        values: Mapping[str, Any],
     ) -> None:
-        self._manifest = manifest
-        self._contents = contents
-        self._names = {key: key for key in contents.tensors} if names is None else names
-        self._values = values or {}
+        self._files = files
+        self._names = names
+        self._values = values
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because no state is kept between loads."""
@@ -249,7 +245,7 @@ class SafetensorsReader(StorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
         for name, key in self._names.items():
-            stored = self._contents.tensors[key]
+            stored = self._files.contents.tensors[key]
             entries[name] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=stored.dtype),
                 size=torch.Size(stored.shape),
@@ -269,42 +265,27 @@ class SafetensorsReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = defaultdict(list)
+        regions, targets = [], []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickle_to_buffer(self._values[item.storage_index.fqn]))
                 continue
-            key = self._names[item.storage_index.fqn]
-            file, _, sizes = self._chunk_of(key, item.storage_index)
-            by_file[file].append((key, sizes, item))
-        for file, items in by_file.items():
-            path = self._manifest.path_of(file)
-            with open_safetensors(path) as tensors:
-                names = set(tensors.keys())
-                for key, sizes, item in items:
-                    check_stored_tensor(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read_region(tensors, key, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
+            target = planner.resolve_tensor(item).detach()
+            origin = item.storage_index.offset or (0,) * len(item.lengths)
+            starts = [at + offset for at, offset in zip(origin, item.storage_offsets, strict=True)]
+            box = tuple(slice(start, start + n) for start, n in zip(starts, item.lengths, strict=True))
+            regions.append(Region(self._names[item.storage_index.fqn], box, target))
+            targets.append((item, target))
+        self._files.read_regions(regions)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _chunk_of(self, key: str, index: MetadataIndex) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        chunks = self._contents.tensors[key].chunks
-        if index.offset is None:
-            return chunks[0]
-        return next(chunk for chunk in chunks if chunk[1] == tuple(index.offset))
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    if not offsets:
-        return tensors.get_tensor(key)  # type: ignore[no-any-return]
-    return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]
 
 
 def _pickle_to_buffer(value: Any) -> io.BytesIO:

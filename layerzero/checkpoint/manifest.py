@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, checksums_of, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, checksums_of, read_pieces
 from layerzero.checkpoint.errors import CheckpointError, UnsupportedFormatError
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "manifest_text"]
@@ -150,7 +150,7 @@ class Manifest:
             CheckpointError: the file is damaged; the message names the file.
         """
         path, record = self.path_of(name), self.files[name]
-        read_pieces(path, record.size, record.sums, self.scheme, pieces)
+        read_pieces(path, FileSums(record.size, record.sums, self.scheme), pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Verify every byte of the named files, or of all files if `names` is None.

@@ -6,24 +6,20 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
+from layerzero.checkpoint.checksums import ByteRange, read_pieces
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import StoredTensor
+from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredTensor
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
-from layerzero.checkpoint.safetensors_files import FileTensor, iter_pieces, open_safetensors, tensors_in
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.checkpoint.safetensors_reader import TensorFiles
 
-__all__ = ["find_safetensors", "load_safetensors"]
+__all__ = ["FullFiles", "find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
 _SAMPLES, _SAMPLE = 16, 4096  # number of positions in a file, and number of bytes read at each position
@@ -67,7 +63,7 @@ def load_safetensors(
         os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)
     )
     prepare_load_from(
-        lambda _: _FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
+        lambda _: FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
     ).commit()
 
 
@@ -109,47 +105,53 @@ def _files_in_index(path: Path) -> list[Path]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
     for file, names in by_file.items():
-        with open_safetensors(path.parent / file) as tensors:
-            if missing := sorted(names - set(tensors.keys())):
-                raise CheckpointError(f"{path.parent / file} lacks the tensor {missing[0]} that {path.name} lists")
+        if missing := sorted(names - FullFiles([path.parent / file]).contents.tensors.keys()):
+            raise CheckpointError(f"{path.parent / file} lacks the tensor {missing[0]} that {path.name} lists")
     return [path.parent / file for file in sorted(by_file)]
 
 
-class _FullFiles:
-    """A :class:`layerzero.checkpoint.loading.Source` that reads full tensors from safetensors files."""
+class FullFiles(TensorFiles):
+    """Full tensors in safetensors files, which have no checksums.
 
-    twice = True
+    Args:
+        rename: function that maps a name in the files to the name in the model's ``state_dict()``.
 
-    def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None) -> None:
-        self._tensors = tensors_in(files, rename)
-        stored = {
-            key: StoredTensor(found.shape, found.dtype, ((found.path.name, (0,) * len(found.shape), found.shape),))
-            for key, found in self._tensors.items()
-        }
+    Raises:
+        ValueError: two tensors have the same name.
+        CheckpointError: a file is no complete safetensors file, or a tensor has an unsupported dtype.
+    """
+
+    def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None = None) -> None:
+        super().__init__()
+        self._names: dict[str, str] = {}  # in the files, by key
+        stored: dict[str, StoredTensor] = {}
+        for path in map(os.fspath, files):
+            for name, entry in self.header(path)[1].items():
+                key = rename(name) if rename is not None else name
+                if key in stored:
+                    raise ValueError(
+                        f"{path} has a tensor {name!r} for {key}, but {stored[key].chunks[0][0]} has a tensor for it "
+                        "as well. Pass files without duplicate tensors"
+                    )
+                if entry["dtype"] not in DTYPE_NAMED:
+                    raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry['dtype']}")
+                shape = tuple(entry["shape"])
+                stored[key] = StoredTensor(shape, DTYPE_NAMED[entry["dtype"]], ((path, (0,) * len(shape), shape),))
+                self._names[key] = name
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
         self.contents = CheckpointContents({}, document, stored)
-        tensor_table = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
+        tensor_table = sorted((key, tensor.shape, str(tensor.dtype)) for key, tensor in stored.items())
         samples = [_size_and_sample_digest(path) for path in files]
-        self.fingerprint: object = hashlib.sha256(repr((tensor_table, samples)).encode()).hexdigest()
-        self._reread: dict[str, Tensor] = {}
+        self.fingerprint = hashlib.sha256(repr((tensor_table, samples)).encode()).hexdigest()
 
-    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        self._reread = {key: tensor for key, tensor in tensors.items() if key in in_place}
-        self._fill({key: tensor for key, tensor in tensors.items() if key not in in_place})
+    def path_of(self, file: str) -> Path:
+        return Path(file)
 
-    def reread(self) -> None:
-        self._fill(self._reread)
+    def read_ranges(self, file: str, ranges: Sequence[ByteRange]) -> None:
+        read_pieces(Path(file), None, [each for each in ranges if each.into is not None])
 
-    @torch.no_grad()
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for key, tensor in tensors.items():
-                found = self._tensors[key]
-                if found.path not in files:
-                    files[found.path] = stack.enter_context(open_safetensors(found.path))
-                for target, values in _iter_own_rows(files[found.path], found, tensor):
-                    target.copy_(values)
+    def name_in_file(self, key: str) -> str:
+        return self._names[key]
 
 
 def _size_and_sample_digest(path: Path) -> tuple[int, str]:
@@ -163,19 +165,3 @@ def _size_and_sample_digest(path: Path) -> tuple[int, str]:
             file.seek(size * index // _SAMPLES)
             digest.update(file.read(_SAMPLE))
     return size, digest.hexdigest()
-
-
-def _iter_own_rows(file: Any, found: FileTensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a slice of this rank's rows of `tensor` and the stored values for that slice."""
-    memory = plain(tensor)
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it
-        return
-    box = local.spec.global_slices if isinstance(local, LocalShard) else ()
-    start = 0
-    for values in iter_pieces(file, found.name, found.shape, found.dtype, box=box):
-        if not found.shape:
-            yield memory, values
-            return
-        yield memory[start : start + len(values)], values
-        start += len(values)

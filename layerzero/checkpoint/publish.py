@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, FileSums, read_pieces
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 
@@ -99,7 +99,8 @@ def read_back(folder: Path, record: FileRecord) -> None:
         if hasattr(os, "posix_fadvise"):  # cached pages would hide a disk error
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
+        sums = FileSums(record.size, record.sums, ChecksumScheme.best())
+        read_pieces(path, sums, [ByteRange(0, record.size, None)])
     except CheckpointError as error:
         raise CheckpointError(
             f"a file of the new checkpoint differs from the data that was written: {error}. Check the disk"

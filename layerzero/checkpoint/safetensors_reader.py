@@ -1,49 +1,82 @@
-"""Read checkpoint files. Each rank reads its own rows and verifies the checksums of the bytes that it reads."""
+"""Read regions of tensors from safetensors files, with or without checksums.
+
+A rank reads only the bytes that it needs. If the files have checksums, the checksums of these bytes are verified.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checksums import ByteRange
-from layerzero.checkpoint.contents import CONTENTS, CheckpointContents
+from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, StoredTensor
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.dtensor.local_shard import LocalShard, plain
 
-__all__ = ["CheckpointFiles", "same_columns"]
+__all__ = ["CheckpointFiles", "Region", "TensorFiles", "same_columns"]
 
 _HEADER_BYTES = 100 << 20  # maximum size in bytes of the header of a safetensors file
+_PIECE = 64 << 20  # maximum number of bytes of a tensor that `iter_rows` reads at once
 
 
-class CheckpointFiles:
-    """Source of tensors that reads the files of one checkpoint; see [Note: Checks before changes] in restore.py.
+class Region(NamedTuple):
+    """Part of a stored tensor, and the memory for it.
 
     Attributes:
-        fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
+        box: one slice per dim of the full tensor.
+        target: plain tensor with the shape of `box`, on any device.
+    """
+
+    key: str
+    box: tuple[slice, ...]
+    target: Tensor
+
+
+class TensorFiles:
+    """Tensors in safetensors files, as a source for a load; see [Note: Checks before changes] in restore.py.
+
+    Subclasses define :meth:`path_of`, :meth:`read_ranges`, `contents` and `fingerprint`.
+
+    Attributes:
+        contents: names, shapes, dtypes and chunks of all tensors, and all other values.
+        fingerprint: value that is the same on all ranks if they have opened the same files.
         twice: True, because the files can be read again.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.contents = CheckpointContents.read(manifest)
-        self.fingerprint: object = manifest.identity
-        self.twice = True
-        self._manifest = manifest
+    contents: CheckpointContents
+    fingerprint: object
+    twice = True
+
+    def __init__(self) -> None:
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self._reread: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
+
+    def path_of(self, file: str) -> Path:
+        """Return the path of a file that `contents` names."""
+        raise NotImplementedError
+
+    def read_ranges(self, file: str, ranges: Sequence[ByteRange]) -> None:
+        """Read byte ranges of a file, in file order, and verify their checksums if the file has some."""
+        raise NotImplementedError
+
+    def name_in_file(self, key: str) -> str:
+        """Return the name that the tensor `key` has in its files."""
+        return key
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of the files that contain a part of `tensors`."""
-        table = self.contents.tensors
-        return {part.file for key, tensor in tensors.items() for part in _iter_parts(key, tensor, table[key])}
+        return {part.file for region in self._regions(tensors) for part in self._parts(region)}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         """Verify the stored bytes of all `tensors` and fill those whose keys are not in `in_place`.
@@ -51,15 +84,27 @@ class CheckpointFiles:
         Raises:
             CheckpointError: a file is damaged; the message names the file.
         """
-        file_parts: dict[str, list[_Part]] = defaultdict(list)  # by file
-        for key, tensor in tensors.items():
-            for part in _iter_parts(key, tensor, self.contents.tensors[key]):
-                file_parts[part.file].append(part)
-        for file, parts in file_parts.items():
-            begins = self._tensor_offsets(file, parts)
+        self.read_regions(self._regions(tensors), in_place)
+
+    def reread(self) -> None:
+        """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`.
+
+        After a CheckpointError, the contents of these tensors are undefined.
+        """
+        for file, ranges in self._reread.items():
+            self.read_ranges(file, ranges)
+
+    def read_regions(self, regions: Sequence[Region], in_place: Container[str] = ()) -> None:
+        """Fill the targets of `regions`. See :meth:`read` for `in_place`."""
+        parts_of: dict[str, list[_Part]] = defaultdict(list)  # by file
+        for region in regions:
+            for part in self._parts(region):
+                parts_of[part.file].append(part)
+        for file, parts in parts_of.items():
             first_reads, second_reads = [], []
-            for part in sorted(parts, key=lambda part: begins[part.key]):
-                start = begins[part.key] + part.offset
+            starts = {id(part): self._start_of(part) for part in parts}
+            for part in sorted(parts, key=lambda part: starts[id(part)]):
+                start = starts[id(part)]
                 byte_range = ByteRange(start, start + part.into.numel(), part.into)
                 if part.key in in_place:
                     second_reads.append(byte_range)
@@ -67,56 +112,159 @@ class CheckpointFiles:
                 first_reads.append(byte_range)
             if second_reads:
                 self._reread[file] = second_reads
-            self._read(file, first_reads)
+            self.read_ranges(file, first_reads)
             for part in parts:
                 part.finish()
 
-    def reread(self) -> None:
-        """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`.
+    def iter_rows(self, key: str) -> Iterator[Tensor]:
+        """Yield the values of a full tensor in ranges of rows. Each range has a single row or at most 64 MiB."""
+        stored = self.contents.tensors[key]
+        shape = stored.shape or (1,)
+        step = max(1, _PIECE // max(1, stored.dtype.itemsize * math.prod(shape[1:])))
+        for start in range(0, shape[0], step):
+            rows = slice(start, min(start + step, shape[0]))
+            box = (rows, *(slice(0, size) for size in shape[1:])) if stored.shape else ()
+            target = torch.empty([each.stop - each.start for each in box], dtype=stored.dtype)
+            self.read_regions([Region(key, box, target)])
+            yield target
 
-        After a CheckpointError, the contents of these tensors are undefined.
-        """
-        for file, pieces in self._reread.items():
-            self._read(file, pieces)
+    def _regions(self, tensors: Mapping[str, Tensor]) -> list[Region]:
+        """Return the regions of this rank's rows of `tensors`, or of full tensors that are not sharded."""
+        regions = []
+        for key, tensor in tensors.items():
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+            shape = self.contents.tensors[key].shape
+            box = tuple(slice(0, size) for size in shape)
+            if isinstance(local, LocalShard) and shape:
+                box = local.spec.global_slices
+            regions.append(Region(key, box, plain(tensor)))
+        return regions
 
-    def _read(self, file: str, pieces: list[ByteRange]) -> None:
-        self._manifest.read_pieces(file, pieces)
-
-    def _tensor_offsets(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
-        """Return the byte offset, in the safetensors file, of each tensor to which one of `parts` belongs.
+    def header(self, file: str) -> tuple[int, dict[str, Any]]:
+        """Return the position of the first tensor in a safetensors file, and the entries of its header by name.
 
         Raises:
-            CheckpointError: the header of the file is invalid or does not match ``contents.json``.
+            CheckpointError: the file is no complete safetensors file.
         """
-        path, size = self._manifest.path_of(file), self._manifest.files[file].size
-        length = int.from_bytes(self._read_bytes(file, 0, min(8, size)), "little")
-        try:
-            if not 0 < length <= min(size - 8, _HEADER_BYTES):
-                raise ValueError(f"the header has the invalid length of {length:,} bytes")
-            entries = json.loads(self._read_bytes(file, 8, 8 + length))
-            for part in parts:
-                stored = self.contents.tensors[part.key]
-                entry, expected = entries[part.key], (DTYPES[stored.dtype], list(part.sizes))
-                if (entry["dtype"], entry["shape"]) != expected:
-                    raise ValueError(
-                        f"{part.key} is {entry['dtype']} {entry['shape']}, but {CONTENTS} lists {expected}"
-                    )
-                begin, end = entry["data_offsets"]
-                if end - begin != stored.dtype.itemsize * math.prod(part.sizes):
-                    raise ValueError(
-                        f"{part.key} of shape {list(part.sizes)} has the wrong size of {end - begin} bytes"
-                    )
-            return {part.key: 8 + length + entries[part.key]["data_offsets"][0] for part in parts}
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path} is not the safetensors file that {CONTENTS} describes: {reason}") from None
+        if file not in self._headers:
+            path = self.path_of(file)
+            try:
+                size = path.stat().st_size
+                length = int.from_bytes(self._read_bytes(file, 0, min(8, size)), "little")
+                if not 0 < length <= min(size - 8, _HEADER_BYTES):
+                    raise ValueError(f"the header has the invalid length of {length:,} bytes")
+                entries = json.loads(self._read_bytes(file, 8, 8 + length))
+                entries.pop("__metadata__", None)
+                if max((entry["data_offsets"][1] for entry in entries.values()), default=0) > size - 8 - length:
+                    raise ValueError("the file is incomplete, because it ends before its last tensor")
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as error:
+                raise CheckpointError(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from None
+            self._headers[file] = 8 + length, entries
+        return self._headers[file]
+
+    def _start_of(self, part: _Part) -> int:
+        """Return the position of the bytes of a part in its file.
+
+        Raises:
+            CheckpointError: the header of the file does not match `contents`.
+        """
+        first, entries = self.header(part.file)
+        dtype = self.contents.tensors[part.key].dtype
+        nbytes, entry = dtype.itemsize * math.prod(part.sizes), entries.get(self.name_in_file(part.key), {})
+        begin, end = entry.get("data_offsets", (0, 0))
+        found = entry.get("dtype"), entry.get("shape"), end - begin
+        if begin < 0 or found != (DTYPES[dtype], list(part.sizes), nbytes):
+            raise CheckpointError(
+                f"{self.path_of(part.file)} is not the file that contents.json describes: {part.key} has the dtype, "
+                f"shape and size {found}, but {(DTYPES[dtype], list(part.sizes), nbytes)} are expected"
+            )
+        return int(first + begin + part.offset)
 
     def _read_bytes(self, file: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
         buffer = torch.empty(stop - start, dtype=torch.uint8)
-        self._read(file, [ByteRange(start, stop, buffer)])
+        self.read_ranges(file, [ByteRange(start, stop, buffer)])
         return buffer.numpy().tobytes()
+
+    def _parts(self, region: Region) -> Iterator[_Part]:
+        """Yield the parts of a region that are in different files."""
+        key, box, target = region
+        stored = self.contents.tensors[key]
+        is_direct = target.dtype == stored.dtype and target.is_contiguous()
+        if not target.numel():  # for instance a sharded scalar on ranks that do not hold it
+            return
+        if not box:
+            file, _, sizes = stored.chunks[0]
+            yield _direct_or_copied(file, key, sizes, 0, target, stored, is_direct=is_direct)
+            return
+        first = box[0].start
+        for file, offsets, sizes in stored.chunks:
+            ranges = zip(box, offsets, sizes, strict=True)
+            overlaps = [(max(wanted.start, at), min(wanted.stop, at + size)) for wanted, at, size in ranges]
+            if not all(begin < end for begin, end in overlaps):
+                continue
+            start, stop = overlaps[0]
+            offset = (start - offsets[0]) * stored.dtype.itemsize * math.prod(sizes[1:])
+            if same_columns(box, offsets, sizes):
+                rows = target[start - first : stop - first]
+                yield _direct_or_copied(file, key, sizes, offset, rows, stored, is_direct=is_direct)
+                continue
+            stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
+            source = _columns(stored_rows, overlaps[1:], offsets[1:])
+            part = _columns(target[start - first : stop - first], overlaps[1:], [each.start for each in box[1:]])
+            yield _Part(file, key, sizes, offset, _byte_view(stored_rows), partial(part.copy_, source))
+
+
+class CheckpointFiles(TensorFiles):
+    """Tensors in the files of one checkpoint, which have checksums."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self.contents = CheckpointContents.read(manifest)
+        self.fingerprint = manifest.identity
+        self._manifest = manifest
+
+    def path_of(self, file: str) -> Path:
+        return self._manifest.path_of(file)
+
+    def read_ranges(self, file: str, ranges: Sequence[ByteRange]) -> None:
+        self._manifest.read_pieces(file, ranges)
+
+
+class _Part(NamedTuple):
+    """The bytes of a region that one file contains.
+
+    Attributes:
+        sizes: shape of the chunk in the file.
+        offset: byte offset of the wanted bytes within the chunk.
+        into: destination tensor of the read, with dtype uint8.
+        finish: function that copies the bytes from `into` to their destination.
+    """
+
+    file: str
+    key: str
+    sizes: tuple[int, ...]
+    offset: int
+    into: Tensor
+    finish: Callable[[], object] = lambda: None
+
+
+def _direct_or_copied(
+    file: str,
+    key: str,
+    sizes: tuple[int, ...],
+    offset: int,
+    target: Tensor,
+    stored: StoredTensor,
+    *,
+    is_direct: bool,
+) -> _Part:
+    """Return a part whose bytes are read into `target`, or are copied to it if the dtype or the memory differs."""
+    if is_direct:
+        return _Part(file, key, sizes, offset, _byte_view(target))
+    values = torch.empty(target.shape, dtype=stored.dtype)
+    return _Part(file, key, sizes, offset, _byte_view(values), partial(target.copy_, values))
 
 
 def _columns(rows: Tensor, column_ranges: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
@@ -143,54 +291,6 @@ def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) 
         at, sizes: offsets and shape of the chunk in the full tensor.
     """
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
-
-
-class _Part(NamedTuple):
-    """The bytes of a tensor that one file contains.
-
-    Attributes:
-        sizes: shape of the chunk in the file.
-        offset: byte offset of the wanted bytes within the chunk.
-        into: destination tensor of the read, with dtype uint8.
-        finish: function that copies the bytes from `into` to their destination.
-    """
-
-    file: str
-    key: str
-    sizes: tuple[int, ...]
-    offset: int
-    into: Tensor
-    finish: Callable[[], object] = lambda: None
-
-
-def _iter_parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
-    """Yield the stored parts of this rank's rows of `tensor`, or of the full tensor if it is not sharded."""
-    memory, target_rows = _byte_view(plain(tensor)), plain(tensor)
-    if not stored.shape:
-        file, _, sizes = stored.chunks[0]
-        if memory.numel():  # only one rank stores a sharded scalar
-            yield _Part(file, key, sizes, 0, memory)
-        return
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    box = local.spec.global_slices if isinstance(local, LocalShard) else tuple(slice(0, size) for size in stored.shape)
-    first, last = box[0].start, box[0].stop
-    for file, offsets, sizes in stored.chunks:
-        row_nbytes = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes
-        start, stop = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
-        if not (start < stop and row_nbytes and memory.numel()):
-            continue
-        offset, nbytes = (start - offsets[0]) * row_nbytes, (stop - start) * row_nbytes
-        if same_columns(box, offsets, sizes):
-            yield _Part(file, key, sizes, offset, memory[(start - first) * row_nbytes :][:nbytes])
-            continue
-        overlaps = [(max(b.start, a), min(b.stop, a + size)) for b, a, size in zip(box, offsets, sizes, strict=True)][
-            1:
-        ]
-        if all(begin < end for begin, end in overlaps):
-            stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
-            source = _columns(stored_rows, overlaps, offsets[1:])
-            target = _columns(target_rows[start - first : stop - first], overlaps, [each.start for each in box[1:]])
-            yield _Part(file, key, sizes, offset, _byte_view(stored_rows), partial(target.copy_, source))
 
 
 def _byte_view(tensor: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,11 @@ from torch import Tensor
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.json_codec import StoredRef, StoredTensor, is_subclass_entry
 from layerzero.checkpoint.manifest import Manifest
-from layerzero.checkpoint.pretrained_weights import find_safetensors
+from layerzero.checkpoint.pretrained_weights import FullFiles, find_safetensors
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, publish_file, remove
 from layerzero.checkpoint.run_folder import next_sequence
-from layerzero.checkpoint.safetensors_files import (
-    FileTensor,
-    check_stored_tensor,
-    iter_pieces,
-    open_safetensors,
-    rank_file,
-    tensors_in,
-    write_safetensors,
-)
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles, TensorFiles
+from layerzero.checkpoint.safetensors_writer import rank_file, write_safetensors
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
 
@@ -93,40 +85,33 @@ def export_model(
         FileNotFoundError, CheckpointError: see :func:`layerzero.checkpoint.load`.
         ValueError: `averages` is True but the checkpoint has no averages, or the model has tensor subclasses.
     """
-    manifest = Manifest.read(path)
-    manifest.verify()
-    contents = CheckpointContents.read(manifest)
-    keys = model_keys(contents, averages=averages)
-    header = {}
-    for name, key in keys.items():
-        tensor = contents.tensors[key]
-        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        header[name] = (tensor.shape, cast)
+    files = CheckpointFiles(Manifest.read(path))
+    keys = model_keys(files.contents, averages=averages)
+    header = {
+        name: (files.contents.tensors[key].shape, _cast(files.contents.tensors[key].dtype, dtype))
+        for name, key in keys.items()
+    }
     order = sorted(header, key=lambda name: -header[name][1].itemsize)
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
     partial = partial_path(target, new_token())
-    with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(open_safetensors(manifest.path_of(name)))
-            for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
-        }
-        names = {file: set(tensors.keys()) for file, tensors in files.items()}
-        for key in keys.values():
-            for name, _, sizes in contents.tensors[key].chunks:
-                check_stored_tensor(
-                    manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype
-                )
-        content = (
-            _iter_full_tensor(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order
-        )
-        try:
-            write_safetensors(partial, {name: header[name] for name in order}, content)
-            publish_file(partial, target)
-        except BaseException:
-            remove(partial)
-            raise
+    try:
+        content = (_iter_cast(files, keys[name], header[name][1]) for name in order)
+        write_safetensors(partial, {name: header[name] for name in order}, content)
+        publish_file(partial, target)
+    except BaseException:
+        remove(partial)
+        raise
+
+
+def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _iter_cast(files: TensorFiles, key: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for rows in files.iter_rows(key):
+        yield rows.to(dtype)
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
@@ -160,19 +145,6 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: value.key for name, value in values.items() if isinstance(value, StoredRef)}
 
 
-def _iter_full_tensor(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in pieces, in order. If the tensor was saved in columns, yield it as one piece."""
-    if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for file, offsets, sizes in tensor.chunks:
-            full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = files[file].get_tensor(key)
-        yield full.to(dtype)
-        return
-    for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
-        for piece in iter_pieces(files[file], key, sizes, tensor.dtype):
-            yield piece.to(dtype)
-
-
 def import_model(
     files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
@@ -191,35 +163,26 @@ def import_model(
     target = Path(path).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists and is not overwritten. Use another path")
-    sources = tensors_in(find_safetensors(files))
-    casts = {
-        name: dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
-        for name, source in sources.items()
-    }
-    order = sorted(sources, key=lambda name: -casts[name].itemsize)
+    sources = FullFiles(find_safetensors(files))
+    tensors = sources.contents.tensors
+    casts = {name: _cast(tensor.dtype, dtype) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: -casts[name].itemsize)
     token = new_token()
     partial = partial_path(target, token)
     make_folder(target.parent)
     partial.mkdir()
     try:
-        with ExitStack() as stack:
-            opened = {file: stack.enter_context(open_safetensors(file)) for file in {s.path for s in sources.values()}}
-            header = {f"model.{name}": (sources[name].shape, casts[name]) for name in order}
-            pieces = (_iter_file_tensor(opened[sources[name].path], sources[name], casts[name]) for name in order)
-            record = write_safetensors(partial / rank_file(0), header, pieces)
+        header = {f"model.{name}": (tensors[name].shape, casts[name]) for name in order}
+        content = (_iter_cast(sources, name, casts[name]) for name in order)
+        record = write_safetensors(partial / rank_file(0), header, content)
         stored = {
             key: StoredTensor(shape, cast, ((record.name, (0,) * len(shape), shape),))
             for key, (shape, cast) in header.items()
         }
-        model = {name: {"$tensor": f"model.{name}"} for name in sources}
+        model = {name: {"$tensor": f"model.{name}"} for name in tensors}
         document = {"model": model, "optimizer": None, "extra": None}
         written = CheckpointContents({"data_parallel": 1, "zero3_size": 1}, document, stored).write(partial)
         publish(partial, target, [record, written], sequence=next_sequence(target.parent), token=token)
     except BaseException:
         remove(partial)
         raise
-
-
-def _iter_file_tensor(tensors: Any, source: FileTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    for piece in iter_pieces(tensors, source.name, source.shape, source.dtype):
-        yield piece.to(dtype)

@@ -13,17 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import StoredTensor
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import new_token, partial_path, publish_file, remove
-from layerzero.checkpoint.safetensors_files import (
-    check_stored_tensor,
-    iter_pieces,
-    open_safetensors,
-    write_safetensors,
-)
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles
+from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_names import layer_of, module_name
 
@@ -43,18 +37,13 @@ def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
 class _StoredPart:
     """A tensor that is stored in one part of a checkpoint."""
 
-    manifest: Manifest
-    tensor: StoredTensor
+    files: CheckpointFiles
     key: str
 
     def read(self) -> Tensor:
-        tensors = []
-        for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
-            path = self.manifest.path_of(name)
-            with open_safetensors(path) as file:
-                check_stored_tensor(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
-                tensors += list(iter_pieces(file, self.key, sizes, self.tensor.dtype))
-        return torch.cat(tensors) if self.tensor.shape else tensors[0]
+        rows = list(self.files.iter_rows(self.key))
+        shape, dtype = self.files.contents.tensors[self.key].shape, self.files.contents.tensors[self.key].dtype
+        return torch.cat(rows) if shape and rows else rows[0] if rows else torch.empty(shape, dtype=dtype)
 
 
 @dataclass
@@ -166,15 +155,14 @@ def _read_places(part: Path, extra: object) -> dict[str, Any]:
 
 
 def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
-    manifest = Manifest.read(part)
-    manifest.verify()
-    contents = CheckpointContents.read(manifest)
+    files = CheckpointFiles(Manifest.read(part))
+    contents = files.contents
     places = _read_places(part, contents.document["extra"])
     renamed = {layer_of(name): layer_of(position["name"]) for name, position in places.items() if layer_of(name)}
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]
         own = module_name(name)
-        stored = _StoredPart(manifest, tensor, key)
+        stored = _StoredPart(files, key)
         layer = layer_of(own)
         # Buffers have no entry in `places`, because they are the same on all tensor-parallel ranks.
         position = places.get(own) or {

@@ -70,7 +70,7 @@ def test_every_install_line_brings_what_it_promises() -> None:
         "docs/checkpoints.md",
         "docs/megatron.md",
         "layerzero/__main__.py",
-        "layerzero/checkpoint/dcp_storage.py",
+        "layerzero/checkpoint/checksums.py",
         "layerzero/config/yaml_file.py",
     }
 
