@@ -132,21 +132,20 @@ def _inspect(
     Exit status: 0 if the checkpoint is intact, 1 if it is damaged or incomplete.
     """
     with _readable_failures():
-        contents = whole_model_files.inspect(checkpoint)
+        manifest, contents = whole_model_files.inspect(checkpoint)
     rows = [("name", "shape", "dtype", "bytes", "files")]
-    for entry in sorted(contents.entries, key=lambda entry: entry.name):
-        dtype = str(entry.dtype).removeprefix("torch.")
-        rows.append(
-            (escape_unprintable(entry.name), str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files))
-        )
+    for name, tensor in sorted(contents.tensors.items()):
+        dtype, files = str(tensor.dtype).removeprefix("torch."), len({file for file, _, _ in tensor.chunks})
+        rows.append((escape_unprintable(name), str(list(tensor.shape)), dtype, f"{tensor.nbytes:,}", str(files)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for name, shape, dtype, nbytes, files in rows:
-        cells = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
-        typer.echo("  ".join((*cells, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)]
+        typer.echo("  ".join((*cells, row[3].rjust(widths[3]), row[4].rjust(widths[4]))))
     ranks, zero3_size = num_saving_ranks(contents.topology) or 0, contents.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
-        f"save number {contents.sequence + 1} in its folder; {contents.nbytes:,} bytes in total; "
+        f"save number {manifest.sequence + 1} in its folder; "
+        f"{sum(record.size for record in manifest.files.values()):,} bytes in total; "
         "all files are intact"
     )
 

@@ -13,7 +13,7 @@ Saves:
 
 - `saving`: saves checkpoints, synchronously or in the background
 - `collect_state`: collects the state that a save writes, and checks that all ranks agree on the state
-- `staging`: allocates host memory for the copies of the state that background saves write
+- `background`: writes copies of the state in host memory from a thread
 - `preemption`: saves a checkpoint and exits after a preemption signal
 - `buddy_snapshots`: takes in-memory snapshots that survive the loss of a node
 - `snapshot_files`: stores these snapshots as files in shared memory
@@ -44,6 +44,7 @@ Formats:
 - `whole_model_files`: exports, imports and inspects full models in one process
 """
 
+from layerzero.checkpoint.background import PendingSave
 from layerzero.checkpoint.buddy_snapshots import Buddies
 from layerzero.checkpoint.dcp_interop import load_dcp, reader
 from layerzero.checkpoint.errors import CheckpointError
@@ -53,7 +54,7 @@ from layerzero.checkpoint.pretrained_weights import load_safetensors
 from layerzero.checkpoint.resuming import Resumed, load_latest
 from layerzero.checkpoint.rng_state import random_states, seed_random_states, set_random_states
 from layerzero.checkpoint.run_folder import latest
-from layerzero.checkpoint.saving import PendingSave, per_rank, save, save_async
+from layerzero.checkpoint.saving import per_rank, save, save_async
 
 __all__ = [
     "Buddies",

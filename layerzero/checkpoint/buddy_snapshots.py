@@ -34,6 +34,7 @@ from typing import Any
 
 from torch import nn
 
+from layerzero.checkpoint.background import PendingSave
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.contents import CheckpointContents
@@ -47,7 +48,6 @@ from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.safetensors_writer import write_items
-from layerzero.checkpoint.saving import PendingSave
 from layerzero.checkpoint.snapshot_files import (
     CHUNK,
     SnapshotPart,

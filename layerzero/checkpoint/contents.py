@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class CheckpointContents:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         manifest.verify_text(CONTENTS, text)
-        with _errors_about(path):
+        try:
             content = json.loads(text)
             tensors = {
                 key: StoredTensor(
@@ -72,6 +71,8 @@ class CheckpointContents:
             tables = [values["model"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]]
             if not all(type(table) is dict for table in tables):
                 raise ValueError("the model, an optimizer state or a parameter group is not an object")
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return contents
 
     def values(self, rank: int | None) -> dict[str, Any]:
@@ -91,14 +92,6 @@ class CheckpointContents:
         }
         content = {"topology": self.topology, "document": self.document, "tensors": tensors}
         return write_file(folder / CONTENTS, [json.dumps(content).encode()])
-
-
-@contextmanager
-def _errors_about(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
 
 
 def num_saving_ranks(topology: Mapping[str, int]) -> int | None:

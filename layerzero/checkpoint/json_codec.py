@@ -72,6 +72,7 @@ _PAIRS: dict[str, Callable[[Any], Any]] = {
     "$ordered": OrderedDict,
     "$counter": lambda p: Counter(dict(p)),
 }
+_COMPARED = ("extra", "optimizer.shared_state")  # paths of full tensors that must be the same on all ranks
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default repr of an object, or of a truncated repr
 
@@ -180,7 +181,6 @@ class Encoder:
     apart: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that occurs twice is stored once
-    _key_at: dict[str, str] = field(default_factory=dict)  # keys of full tensors, by path
     _depth: int = 0
     _prefix: str = ""
     _encodes_own: bool = False
@@ -263,9 +263,7 @@ class Encoder:
                 self.apart.add(key)
         if isinstance(tensor, DTensor):
             return {"$sharded": key, "like": self._parameter_like(tensor, path)}
-        if not self._prefix and not self._encodes_own:
-            self.digests[path] = ""  # `digest_tensors` computes the digest if the ranks compare this tensor
-            self._key_at[path] = key
+        self._record_tensor_digest(path, tensor)
         return {"$tensor": key}
 
     def _parameter_like(self, tensor: DTensor, path: str) -> str:
@@ -317,14 +315,18 @@ class Encoder:
         if not self._prefix and not self._encodes_own:
             self.digests[path] = repr(encoded)
 
-    def digest_tensors(self, path: str) -> None:
-        """Compute the digests of the full tensors at and below `path`, so that ranks can compare them."""
-        for tensor_path in [each for each, digest in self.digests.items() if each.startswith(path) and not digest]:
-            tensor = contiguous_on_cpu(self.tensors[self._key_at[tensor_path]])
-            digest = hashlib.sha256()
-            for piece in tensor_bytes(tensor):
+    def _record_tensor_digest(self, path: str, tensor: Tensor) -> None:
+        """Record a digest of a full tensor. Ranks compare only its presence if the first rank's copy counts."""
+        if self._prefix or self._encodes_own:
+            return
+        digest = hashlib.sha256()
+        if path.startswith(_COMPARED):
+            values = contiguous_on_cpu(tensor)
+            for piece in tensor_bytes(values):
                 digest.update(piece)
-            self.digests[tensor_path] = f"{tensor.dtype} {list(tensor.shape)} {digest.hexdigest()[:16]}"
+            self.digests[path] = f"{tensor.dtype} {list(tensor.shape)} {digest.hexdigest()[:16]}"
+        else:
+            self.digests[path] = ""
 
 
 @dataclass(frozen=True)

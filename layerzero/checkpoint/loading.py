@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from layerzero.checkpoint.background import finish_pending
 from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, escape_unprintable
 from layerzero.checkpoint.json_codec import has_own_values
@@ -24,7 +25,6 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
-from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.engine.param_view import ParamView

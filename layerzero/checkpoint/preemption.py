@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from layerzero.checkpoint.staging import finish_pending
+from layerzero.checkpoint.background import finish_pending
 from layerzero.comm.collectives import Collective, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state

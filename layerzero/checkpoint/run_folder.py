@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,10 +132,13 @@ def scan(folder: Path) -> RunFolderScan:
         UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
     """
     _refuse_file(folder)
+    found = _read_manifests(folder)
+    if unsupported := [each for each in found.values() if isinstance(each, UnsupportedFormatError)]:
+        raise unsupported[0]
     broken = {
-        path: reason for path in _visible_folders(folder) if (reason := _damage_reason(path)) and _was_checkpoint(path)
+        path: str(error) for path, error in found.items() if isinstance(error, Exception) and _was_checkpoint(path)
     }
-    newest = _complete_manifests(folder)[::-1]
+    newest = _in_order_of_saves(found)[::-1]
     usable = [manifest for manifest in newest if manifest.finite is not False]
     return RunFolderScan((*usable, *(manifest for manifest in newest if manifest.finite is False)), broken)
 
@@ -156,17 +160,6 @@ def rename_if_unchanged(path: Path, damaged: Manifest | None) -> Path | None:
     return rename_as_damaged(path)
 
 
-def _damage_reason(path: Path) -> str | None:
-    try:
-        Manifest.read(path)
-    except (UnsupportedFormatError, FileNotFoundError) as error:  # another job may have removed the checkpoint
-        if isinstance(error, UnsupportedFormatError):
-            raise
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return None
-
-
 def _was_checkpoint(path: Path) -> bool:
     """Return whether `path` contains a manifest, or contains only checkpoint files."""
     try:
@@ -185,20 +178,33 @@ def _last_write_time(partial: Path) -> float:
 
 def _complete_manifests(folder: Path) -> list[Manifest]:
     """Return the manifests of all complete checkpoints, in the order in which they were saved."""
-    manifests = [manifest for path in _visible_folders(folder) if (manifest := _read_manifest(path)) is not None]
+    return _in_order_of_saves(_read_manifests(folder))
+
+
+def _in_order_of_saves(found: Mapping[Path, Manifest | Exception]) -> list[Manifest]:
+    manifests = [manifest for manifest in found.values() if isinstance(manifest, Manifest)]
     return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.folder.name))
+
+
+def _read_manifests(folder: Path) -> dict[Path, Manifest | Exception]:
+    """Return the manifest of each checkpoint in the folder of a run, or the error of reading it."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    found: dict[Path, Manifest | Exception] = {}
+    for path in entries:
+        if (not path.name.startswith(".") or is_displaced(path)) and not path.is_symlink() and path.is_dir():
+            try:
+                found[path] = Manifest.read(path)
+            except FileNotFoundError:  # another job has removed the checkpoint
+                continue
+            except (CheckpointError, OSError) as error:
+                found[path] = error
+    return found
 
 
 def _refuse_file(folder: Path) -> None:
     """Raise NotADirectoryError if `folder` or one of its parents is a file. The folder need not exist yet."""
     if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
         raise NotADirectoryError(f"{file} is a file. Pass the folder that contains the checkpoints of the run")
-
-
-def _visible_folders(folder: Path) -> list[Path]:
-    entries = folder.iterdir() if folder.is_dir() else ()
-    paths = [path for path in entries if not path.name.startswith(".") or is_displaced(path)]
-    return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 
 def _read_manifest(path: Path) -> Manifest | None:

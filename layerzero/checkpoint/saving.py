@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
+from layerzero.checkpoint.background import PendingSave, Staging, finish_pending, staging_of
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
@@ -25,11 +23,9 @@ from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
-from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import group_count_fields, torch_registration
-from layerzero.comm.waits import may_wait
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -165,59 +161,6 @@ def save_async(
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in lz_state.optimizers]
     return pending
-
-
-class PendingSave:
-    """Background save of a checkpoint. Returned by :func:`save_async`."""
-
-    def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
-        self._function_name = what  # name of the function in warnings
-        self._error: BaseException | None = None
-        self._is_reported = False
-        self._thread = threading.Thread(target=self._write_in_thread, args=(write,), name="layerzero checkpoint")
-        self._thread.start()
-
-    def _write_in_thread(self, write: Callable[[], None]) -> None:
-        may_wait()
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-            if not dist.is_initialized():  # no optimizer step or save will report the error
-                sys.stderr.write(f"{self._function_name} failed: {error}\n")
-
-    def done(self) -> bool:
-        """Return whether the save has completed. If the save failed, :meth:`wait` raises its error."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint exists.
-
-        If the save failed, the first call raises the error that :func:`save` would have raised.
-        """
-        self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def settle(self) -> None:
-        """Wait until the save ends.
-
-        Emit a warning if the save failed and neither a warning nor :meth:`wait` has reported the error.
-        """
-        self._thread.join()
-        self.warn_if_failed()
-
-    def warn_if_failed(self, *_: object) -> None:
-        """Emit one warning if the save has failed and :meth:`wait` has not raised its error."""
-        if self._is_reported or not self.done():
-            return
-        self._is_reported = True
-        if self._error is not None:
-            message = (
-                f"{self._function_name} failed: {self._error}. Training continues, and the next save is not affected."
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import re
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,6 +214,13 @@ def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, Fi
     if not any(needed_names for _, needed_names in rank_entries):
         return
     failure = ""
+    try:
+        for name in sorted(wanted - own_names):
+            (view / name).unlink(missing_ok=True)
+            allocate_file(view / name, records[name].size)
+    except OSError as error:
+        failure = f"rank {comm.rank}: {error}"
+    _raise_if_any_failed(comm, failure)
     num_transfers: Counter[int] = Counter()
     for rank, (_, needed_names) in enumerate(rank_entries):
         for name in needed_names:
@@ -223,13 +229,7 @@ def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, Fi
             if comm.rank == holder:
                 transfer(comm, map_file(view / name, records[name].size), to=rank)
             elif comm.rank == rank:
-                (view / name).unlink(missing_ok=True)
-                try:
-                    with receive_buffer(view / name, records[name].size) as received:
-                        transfer(comm, received, source=holder)
-                except OSError as error:
-                    failure = f"rank {comm.rank}: {error}"
-    _raise_if_any_failed(comm, failure)
+                transfer(comm, map_writable_file(view / name, records[name].size), source=holder)
 
 
 def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
@@ -238,24 +238,6 @@ def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source:
     for chunk in torch.split(data, CHUNK):
         outgoing, incoming = (empty, chunk) if to is None else (chunk, empty)
         send_recv(comm, sent=outgoing, to=to, received=incoming, source=source, name="a snapshot").wait()
-
-
-@contextmanager
-def receive_buffer(path: Path, size: int) -> Iterator[Tensor]:
-    """Create a file and yield its memory as a uint8 tensor of shape [size].
-
-    If there is too little space for the file, other memory is yielded, so that the transfer can complete. OSError is
-    then raised on exit.
-    """
-    problem: OSError | None = None
-    try:
-        buffer = allocate_file(path, size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        problem, buffer = error, torch.empty(size, dtype=torch.uint8)
-    yield buffer
-    if problem is not None:
-        raise problem
 
 
 def _file_size(path: Path) -> int:

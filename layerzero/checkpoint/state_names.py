@@ -175,8 +175,6 @@ def encode_all(
         "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
         "extra": encoder.encode(extra, "extra"),
     }
-    encoder.digest_tensors("extra")
-    encoder.digest_tensors("optimizer.shared_state")  # such as rows of one rank
     return document, encoder
 
 

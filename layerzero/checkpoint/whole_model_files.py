@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,18 @@ from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles, TensorFiles
 from layerzero.checkpoint.safetensors_writer import rank_file, write_safetensors
 
-__all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
+__all__ = ["export_model", "import_model", "inspect", "model_keys"]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Description of one tensor in a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    files: int  # number of files that contain a part of the tensor
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """Result of :func:`inspect`."""
-
-    entries: tuple[Entry, ...]
-    topology: Mapping[str, int]
-    sequence: int
-    nbytes: int  # total size of all files in bytes
-
-
-def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Verify all files of a checkpoint and list its tensors.
+def inspect(path: str | os.PathLike[str]) -> tuple[Manifest, CheckpointContents]:
+    """Verify all files of a checkpoint and return its manifest and contents.
 
     Raises:
         FileNotFoundError, CheckpointError: see :func:`layerzero.checkpoint.load`.
     """
     manifest = Manifest.read(path)
     manifest.verify()
-    contents = CheckpointContents.read(manifest)
-    entries = tuple(
-        Entry(key, tensor.shape, tensor.dtype, tensor.nbytes, len({file for file, _, _ in tensor.chunks}))
-        for key, tensor in contents.tensors.items()
-    )
-    nbytes = sum(record.size for record in manifest.files.values())
-    return Inspection(entries, contents.topology, manifest.sequence, nbytes)
+    return manifest, CheckpointContents.read(manifest)
 
 
 def export_model(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, safetensors_writer
+from layerzero.checkpoint.background import staging_of
 from layerzero.checkpoint.manifest import FileRecord
-from layerzero.checkpoint.staging import staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different

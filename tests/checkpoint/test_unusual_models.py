@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, run_folder
+from layerzero.checkpoint.background import Staging, staging_of
 from layerzero.checkpoint.manifest import MANIFEST
-from layerzero.checkpoint.staging import Staging, staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net

@@ -1,11 +1,15 @@
-"""Copy the state to host memory. Background saves write these copies to files while training continues."""
+"""Save in the background: copies of the state in host memory, and the thread that writes them to files."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+import sys
+import threading
+import warnings
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -13,19 +17,67 @@ from torch.utils.hooks import RemovableHandle
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import HeldGroup
+from layerzero.comm.waits import may_wait
 from layerzero.device.accelerator import host_memory, synchronize_current_stream
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.state import LayerZeroState
 
-__all__ = ["Staging", "finish_pending", "staging_of"]
+__all__ = ["PendingSave", "Staging", "finish_pending", "staging_of"]
 
 
-class _PendingSave(Protocol):
-    """Protocol of a background save; see :class:`layerzero.checkpoint.saving.PendingSave`."""
+class PendingSave:
+    """Background save of a checkpoint. Returned by :func:`save_async`."""
 
-    def settle(self) -> None: ...
+    def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
+        self._function_name = what  # name of the function in warnings
+        self._error: BaseException | None = None
+        self._is_reported = False
+        self._thread = threading.Thread(target=self._write_in_thread, args=(write,), name="layerzero checkpoint")
+        self._thread.start()
+
+    def _write_in_thread(self, write: Callable[[], None]) -> None:
+        may_wait()
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+            if not dist.is_initialized():  # no optimizer step or save will report the error
+                sys.stderr.write(f"{self._function_name} failed: {error}\n")
+
+    def done(self) -> bool:
+        """Return whether the save has completed. If the save failed, :meth:`wait` raises its error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint exists.
+
+        If the save failed, the first call raises the error that :func:`save` would have raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def settle(self) -> None:
+        """Wait until the save ends.
+
+        Emit a warning if the save failed and neither a warning nor :meth:`wait` has reported the error.
+        """
+        self._thread.join()
+        self.warn_if_failed()
+
+    def warn_if_failed(self, *_: object) -> None:
+        """Emit one warning if the save has failed and :meth:`wait` has not raised its error."""
+        if self._is_reported or not self.done():
+            return
+        self._is_reported = True
+        if self._error is not None:
+            message = (
+                f"{self._function_name} failed: {self._error}. Training continues, and the next save is not affected."
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class Staging(StepObserver):
@@ -43,7 +95,7 @@ class Staging(StepObserver):
     def __init__(self, mesh_info: MeshInfo) -> None:
         device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
-        self.pending: _PendingSave | None = None
+        self.pending: PendingSave | None = None
         self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
