@@ -12,7 +12,7 @@ Publication and folders:
 Saves:
 
 - `saving`: saves checkpoints, synchronously or in the background
-- `collect_state`: collects the state that a save writes, and checks that all ranks agree on the state
+- `collect_state`: collects the state that a save writes, as a document and tensors
 - `background`: writes copies of the state in host memory from a thread
 - `preemption`: saves a checkpoint and exits after a preemption signal
 - `buddy_snapshots`: takes in-memory snapshots that survive the loss of a node
@@ -34,7 +34,7 @@ Checks:
 Formats:
 
 - `manifest`: reads and writes ``manifest.json``
-- `state_names`: defines the names in a checkpoint, and builds the document of a model and an optimizer
+- `state_names`: defines the names in a checkpoint
 - `contents`: reads, checks and writes ``contents.json``
 - `json_codec`: encodes nested values as JSON and tensors
 - `safetensors_reader`: reads checkpoint files and verifies their checksums

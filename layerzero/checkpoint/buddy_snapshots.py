@@ -36,7 +36,7 @@ from torch import nn
 
 from layerzero.checkpoint.background import PendingSave
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, read_pieces
-from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
+from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SavePlanner, TensorTable, chunk_of
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
@@ -44,7 +44,7 @@ from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
-from layerzero.checkpoint.rank_agreement import agree_or_raise, check_checkpoint_arguments
+from layerzero.checkpoint.rank_agreement import agree_or_raise, agreed, check_checkpoint_arguments
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.safetensors_writer import write_items
@@ -119,17 +119,13 @@ class Buddies:
         self._model, self._optimizer = model, optimizer
         self._lz_state = lz_state = get_state(model)
         self.folder = Path(memory) / f"layerzero-{os.getuid()}-{name}"
-        failure: Exception | None = None
         node = ""
-        try:
+        (group_counts,) = group_count_fields(lz_state.ranks.ranks).values()
+        with agreed(_WHAT, lz_state, {"name": name, **group_counts}):
             check_checkpoint_arguments(lz_state, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = json.dumps([create_private_folder(self.folder), newest_number(self.folder)])
-        except Exception as error:
-            failure = error
-        (group_counts,) = group_count_fields(lz_state.ranks.ranks).values()
-        agree_or_raise(_WHAT, lz_state, {"name": name, **group_counts}, failure)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
         group = lz_state.ranks.new_control_group(self._groups)
@@ -163,14 +159,12 @@ class Buddies:
                 taken, and existing snapshots are kept.
         """
         self._finish()
-        lz_state, failure = self._lz_state, None
+        lz_state, fields = self._lz_state, dict[str, str]()
         state = CollectedState({}, {}, [], {}, [])
-        try:
+        with agreed(f"{_WHAT}.snapshot", lz_state, fields):
             check_checkpoint_arguments(lz_state, self._optimizer)
             state = collect(lz_state, self._optimizer, extra)
-        except Exception as error:
-            failure = error
-        require_equal_state(f"{_WHAT}.snapshot", lz_state, state.digests, failure)
+            fields |= state.digests
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         message = json.dumps([f"{number:010d}-{new_token()}", self._newest])
         entries = [json.loads(message) for message in all_gather_text(self._comm, message)]
@@ -179,6 +173,7 @@ class Buddies:
         self._remove_all_but({token, *(newest for _, newest in entries)})
         own_part = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
         job: _SnapshotJob | None = None
+        failure: Exception | None = None
         try:
             job = self._write(own_part, state)
         except OSError as error:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from layerzero.checkpoint.background import finish_pending
 from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
-from layerzero.checkpoint.errors import CheckpointError, RankLostError, escape_unprintable
+from layerzero.checkpoint.errors import CheckpointError, escape_unprintable
 from layerzero.checkpoint.json_codec import has_own_values
 from layerzero.checkpoint.manifest import Manifest
-from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise, check_checkpoint_arguments
+from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -145,10 +145,9 @@ def prepare_load_from(
     lz_state = get_state(model)
     model_ranks = lz_state.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
-    failure: Exception | None = None
     source: Source | None = None
     restore: RestorePlan | None = None
-    try:
+    with agreed("checkpoint.load", lz_state, fields):
         finish_pending(lz_state)
         check_checkpoint_arguments(lz_state, optimizer)
         if ParamView.EMA in lz_state.status.active_views:
@@ -170,31 +169,25 @@ def prepare_load_from(
             lz_state, optimizer, source.contents, rank=rank, twice=source.twice, rank_local_names=rank_local_names
         )
         if restore.problems and strict:
-            if restore.only_optimizer_differs:
-                subject = "the optimizer"
-                advice = _LOAD_MODEL_ONLY if NO_OPTIMIZER_STATE in restore.problems else _OTHER_OPTIMIZER
-            else:
-                subject, advice = "the model" if optimizer is None else "the model or the optimizer", _OTHER_MODEL
-            raise ValueError(
-                escape_unprintable(
-                    f"{path} does not match {subject}: {restore.summary()}. {advice}. Pass strict=False to load only "
-                    "the tensors that match"
-                )
-            )
-    except Exception as error:
-        failure = error
-    agree_or_raise("checkpoint.load", lz_state, fields, failure)
+            raise ValueError(escape_unprintable(_mismatch_message(path, optimizer, restore)))
     assert source is not None and restore is not None
-    try:
+    with agreed("checkpoint.load", lz_state):
         source.read(restore.tensors, restore.in_place)
         if tied_problems := restore.tied_weight_problems():
             raise ValueError(escape_unprintable("; ".join(tied_problems)))
-    except RankLostError:
-        raise
-    except Exception as error:
-        failure = error
-    agree_or_raise("checkpoint.load", lz_state, {}, failure)
     return PreparedLoad(lz_state, optimizer, source, restore, path)
+
+
+def _mismatch_message(path: str, optimizer: ShardedOptimizer | None, restore: RestorePlan) -> str:
+    if restore.only_optimizer_differs:
+        subject = "the optimizer"
+        advice = _LOAD_MODEL_ONLY if NO_OPTIMIZER_STATE in restore.problems else _OTHER_OPTIMIZER
+    else:
+        subject, advice = "the model" if optimizer is None else "the model or the optimizer", _OTHER_MODEL
+    return (
+        f"{path} does not match {subject}: {restore.summary()}. {advice}. Pass strict=False to load only the tensors "
+        "that match"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,51 +203,36 @@ class PreparedLoad:
     def commit(self) -> Any:
         """Write the values into the model and the optimizer; return ``extra``.
 
-        All data-parallel ranks must call this method.
+        All data-parallel ranks must call this method. After a failure, the model and the optimizer may be partly
+        loaded.
         """
-        extra = _commit(self.lz_state, self.optimizer, self.source, self.restore, self.path)
-        if self.restore.problems and self.lz_state.ranks.is_first:
-            summary = escape_unprintable(self.restore.summary())
+        lz_state, optimizer, restore = self.lz_state, self.optimizer, self.restore
+        extra: Any = None
+        with agreed("checkpoint.load", lz_state):
+            extra = restore.restore_extra_states()  # a module's set_extra_state may fail on this rank only
+        previous_errors = lz_state.status.load_error, None if optimizer is None else optimizer.load_error
+        message = escape_unprintable(
+            f"a load of {self.path} has failed halfway, and the model and the optimizer are partly loaded. Load this "
+            "or another checkpoint before you continue"
+        )
+        self._set_load_errors(message, message)
+        with agreed("checkpoint.load", lz_state):
+            try:
+                self.source.reread()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{error}. The first read of this file succeeded, but the second failed: {message}"
+                ) from error
+        restore.commit()
+        self._set_load_errors(
+            *(previous_errors if restore.problems else (None, None))
+        )  # skipped tensors may be invalid
+        if restore.problems and lz_state.ranks.is_first:
+            summary = escape_unprintable(restore.summary())
             warnings.warn(f"checkpoint.load skipped the entries that do not match: {summary}", stacklevel=3)
         return extra
 
-
-def _commit(
-    lz_state: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
-) -> Any:
-    """Write the values into the model and the optimizer; return ``extra``.
-
-    After a failure, the model and the optimizer may be partly loaded.
-    """
-    extra: Any = None
-    failure: Exception | None = None
-    try:
-        extra = restore.restore_extra_states()
-    except Exception as error:  # a module's set_extra_state may fail on this rank only
-        failure = error
-    agree_or_raise("checkpoint.load", lz_state, {}, failure)
-    previous_errors = lz_state.status.load_error, optimizer.load_error if optimizer is not None else None
-    message = escape_unprintable(
-        f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
-        "checkpoint before you continue"
-    )
-    _set_load_errors(lz_state, optimizer, message, message)
-    try:
-        source.reread()
-    except Exception as error:
-        failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {message}")
-        failure.__cause__ = error
-    agree_or_raise("checkpoint.load", lz_state, {}, failure)
-    restore.commit()
-    _set_load_errors(
-        lz_state, optimizer, *(previous_errors if restore.problems else (None, None))
-    )  # skipped tensors may still be invalid
-    return extra
-
-
-def _set_load_errors(
-    lz_state: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
-) -> None:
-    lz_state.status.load_error = of_model
-    if optimizer is not None:
-        optimizer.load_error = of_optimizer
+    def _set_load_errors(self, of_model: str | None, of_optimizer: str | None) -> None:
+        self.lz_state.status.load_error = of_model
+        if self.optimizer is not None:
+            self.optimizer.load_error = of_optimizer

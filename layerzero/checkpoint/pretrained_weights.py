@@ -130,8 +130,8 @@ class FullFiles(TensorFiles):
                 key = rename(name) if rename is not None else name
                 if key in stored:
                     raise ValueError(
-                        f"{path} has a tensor {name!r} for {key}, but {stored[key].chunks[0][0]} has a tensor for it "
-                        "as well. Pass files without duplicate tensors"
+                        f"{path} has a tensor {name!r} for {key!r} that an earlier file has as well. Pass files "
+                        "without duplicate tensors"
                     )
                 if entry["dtype"] not in DTYPE_NAMED:
                     raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry['dtype']}")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from layerzero.checkpoint.errors import CheckpointError, PathTakenError, UnsupportedFormatError
+from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.gather_text import require_numpy
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "agree_or_raise", "check_checkpoint_arguments", "convert_dcp_exception"]
+__all__ = ["PathLike", "agree_or_raise", "agreed", "check_checkpoint_arguments", "convert_dcp_exception"]
 
 PathLike = str | os.PathLike[str]
 
@@ -29,9 +30,32 @@ _KINDS = {
 }
 
 
+@contextmanager
+def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Run the body on all ranks, and raise an error on all ranks if the body failed on any rank or `fields` differ.
+
+    The body may add entries to `fields`.
+
+    Raises:
+        ValueError: `fields` differ between ranks.
+        Exception: the error of the body.
+        RuntimeError: another rank failed or did not take part. If callers handle the class of that rank's error, such
+            as CheckpointError, an error of that class is raised instead.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        failure = error
+    agree_or_raise(subject, lz_state, {} if fields is None else fields, failure)
+
+
 def agree_or_raise(
     subject: str, lz_state: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
+    """Raise an error on all ranks unless no rank has failed and `fields` are equal; see :func:`agreed`."""
     try:
         require_equal(subject, fields, ranks=lz_state.ranks.ranks, failure=failure)
     except RuntimeError as error:
@@ -39,6 +63,10 @@ def agree_or_raise(
             if failure is None and f"failed with {name}:" in str(error):
                 raise kind(str(error)) from None
         raise
+    except ValueError as error:
+        if failure is not None or " extra" not in str(error):
+            raise
+        raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
 def check_checkpoint_arguments(lz_state: LayerZeroState, optimizer: object) -> None:

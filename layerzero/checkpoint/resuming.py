@@ -21,7 +21,7 @@ from torch import nn
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
-from layerzero.checkpoint.rank_agreement import PathLike, agree_or_raise
+from layerzero.checkpoint.rank_agreement import PathLike, agreed
 from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_unchanged, scan
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
@@ -79,17 +79,13 @@ def load_latest(
     lz_state = get_state(model)
     folder = Path(folder).absolute()
     seen: RunFolderScan | None = None
-    failure: Exception | None = None
-    if lz_state.ranks.rank == 0:
-        try:
+    with agreed("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}):
+        if lz_state.ranks.rank == 0:
             if (folder / MANIFEST).exists():
                 raise CheckpointError(
                     f"{folder} is a checkpoint. Pass its parent folder, or call layerzero.checkpoint.load"
                 )
             seen = scan(folder)
-        except (CheckpointError, OSError) as error:
-            failure = error
-    agree_or_raise("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}, failure)
     names = _broadcast_texts(lz_state, None if seen is None else [manifest.folder.name for manifest in seen.complete])
     damaged: dict[Path, str] = {}
     for name in names:

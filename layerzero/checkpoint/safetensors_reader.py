@@ -157,6 +157,8 @@ class TensorFiles:
                 entries.pop("__metadata__", None)
                 if max((entry["data_offsets"][1] for entry in entries.values()), default=0) > size - 8 - length:
                     raise ValueError("the file is incomplete, because it ends before its last tensor")
+            except FileNotFoundError:
+                raise
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as error:
                 raise CheckpointError(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from None
             self._headers[file] = 8 + length, entries

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.background import PendingSave, Staging, finish_pending, staging_of
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
+from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.publish import require_only_checkpoint_files
-from layerzero.checkpoint.rank_agreement import PathLike, check_checkpoint_arguments, convert_dcp_exception
+from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
@@ -150,13 +150,9 @@ def save_async(
     lz_state = get_state(model)
     job = _prepare(Path(path), lz_state, optimizer, extra, _SaveOptions(keep_last, overwrite, require_finite))
     staging = staging_of(lz_state)
-    failure: Exception | None = None
     tensors: dict[str, Tensor] = {}
-    try:
+    with agreed("checkpoint.save_async", lz_state):  # for instance, pinning the memory may fail
         tensors = staging.copy(job.tensors)
-    except Exception as error:  # for instance, pinning the memory failed
-        failure = error
-    require_equal("checkpoint.save_async", {}, ranks=lz_state.ranks.ranks, failure=failure)
     _ensure_group(lz_state, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in lz_state.optimizers]
@@ -197,9 +193,8 @@ def _prepare(
     rank = lz_state.ranks.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(options)}
-    failure: Exception | None = None
     state = CollectedState({}, {}, [], {}, [])
-    try:
+    with agreed("checkpoint.save", lz_state, fields):
         finish_pending(lz_state)
         check_checkpoint_arguments(lz_state, optimizer)
         if options.keep_last is not None and (not isinstance(options.keep_last, int) or options.keep_last < 1):
@@ -216,9 +211,7 @@ def _prepare(
         state = collect(
             lz_state, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
         )
-    except Exception as error:
-        failure = error
-    require_equal_state("checkpoint.save", lz_state, fields | state.digests, failure)
+        fields |= state.digests
     writer = SafetensorsWriter(
         path,
         rank=rank,

@@ -1,8 +1,4 @@
-"""Map the parameters, buffers and optimizer state of a model to their names in a checkpoint, and encode the state.
-
-:class:`StateNames` contains the names. :func:`encode_all` encodes the full state as a JSON document that contains
-references to tensors and all other values; see json_codec.py. collect_state.py collects the tensors for a save.
-"""
+"""Map the parameters, buffers and optimizer state of a model to their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,18 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from layerzero.checkpoint.json_codec import Encoder, MergeableValue, to_subclass_entry
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.checkpoint.json_codec import MergeableValue
+from layerzero.dtensor.local_shard import LocalShard
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 
-__all__ = ["RankLocalNames", "StateNames", "encode_all", "rename_params", "trained_rows"]
+__all__ = ["RankLocalNames", "StateNames", "rename_params"]
 
 
 @dataclass(frozen=True)
@@ -132,77 +125,6 @@ _EXTRA = "_extra_state"
 
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def encode_all(
-    lz_state: LayerZeroState,
-    optimizer: ShardedOptimizer | None,
-    extra: object,
-    *,
-    rank: int,
-    rank_local_names: RankLocalNames | None = None,
-) -> tuple[dict[str, Any], Encoder]:
-    """Return the document of a checkpoint, and the encoder that has collected the tensors of the document.
-
-    Raises:
-        TypeError: a value cannot be saved; the message names the value.
-    """
-    names = StateNames(lz_state, rank_local_names)
-    if names.odd:
-        raise TypeError(
-            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
-            "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook"
-        )
-    encoder = Encoder(rank, names.of_rows, names.rank_local_names.is_rank_local, names.rank_local_names.tells)
-    stepped: dict[str, Any] | None = None
-    if optimizer is not None:
-        by_name, shared = optimizer.state_dict_by_name(), optimizer.shared_state()
-        by_name["state"] = {key: values for key, values in by_name["state"].items() if key not in shared}
-        state, groups = rename_params(by_name, names.to_stored)
-        _check_state(names, state)
-        groups = [{**group, "params": names.rank_local_names.split_names(group["params"])} for group in groups]
-        stepped = {
-            "class": type(optimizer.inner).__name__,
-            "state": names.rank_local_names.split_values(state),
-            "param_groups": groups,
-            **({"shared_state": shared} if shared else {}),
-        }
-    values = {
-        n: to_subclass_entry(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()
-    }
-    document = {
-        "model": encoder.encode(names.rank_local_names.split_values(values), "model"),
-        "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
-        "extra": encoder.encode(extra, "extra"),
-    }
-    return document, encoder
-
-
-def trained_rows(lz_state: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's rows of the `tensors` that are trained parameters or optimizer state, by key."""
-    frozen = {id(member.sharded) for member in lz_state.members.values() if not member.sharded.requires_grad}
-    return {
-        key: plain(tensor.detach())
-        for key, tensor in tensors.items()
-        if isinstance(tensor, DTensor) and id(tensor) not in frozen and key.startswith(("model.", "optimizer."))
-    }
-
-
-def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise TypeError for unsharded state other than scalars.
-
-    Only the first rank's copy would be saved, although ranks may have different values.
-    """
-    for name, values in state.items():
-        for key, value in values.items():
-            tensors = [
-                leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-            ]
-            if name in names.members and (shapes := [list(each.shape) for each in tensors if each.ndim]):
-                raise TypeError(
-                    f"optimizer.state.{name}.{key} cannot be saved, because its shape {shapes[0]} is neither that of "
-                    "its parameter nor that of a scalar"
-                )
 
 
 def rename_params(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -19,7 +19,15 @@ from xxhash import xxh3_128
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, checksums_of, read_pieces
+from layerzero.checkpoint.checksums import (
+    CHUNK,
+    ByteRange,
+    ChecksumScheme,
+    ChunkHasher,
+    FileSums,
+    checksums_of,
+    read_pieces,
+)
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -46,7 +54,7 @@ def test_each_chunk_has_the_sum_of_its_bytes_however_they_come() -> None:
 def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> None:
     draw = random.Random(0)
     content = draw.randbytes(1000)
-    path, sums = tmp_path / "file", checksums_of(content, SMALL)
+    path, sums = tmp_path / "file", FileSums(1000, checksums_of(content, SMALL), SMALL)
     for _ in range(300):
         ends = sorted(draw.sample(range(1001), 4))
         spans = [(ends[0], ends[1]), (ends[2], ends[3])]
@@ -59,16 +67,17 @@ def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> Non
             with pytest.raises(
                 CheckpointError, match=r"file is damaged: bytes .* do not match their recorded xxh3-128"
             ):
-                read_pieces(path, 1000, sums, SMALL, pieces)
+                read_pieces(path, sums, pieces)
             continue
-        read_pieces(path, 1000, sums, SMALL, pieces)
+        read_pieces(path, sums, pieces)
+        read_pieces(path, None, [piece for piece in pieces if piece.into is not None])
         for piece in pieces:
             assert piece.into is None or bytes(piece.into.tolist()) == content[piece.start : piece.stop]
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="file is damaged: the file ends at byte 999"):
-        read_pieces(path, 1000, sums, SMALL, [ByteRange(0, 1000, None)])
+        read_pieces(path, sums, [ByteRange(0, 1000, None)])
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
-        read_pieces(tmp_path / "none", 1000, sums, SMALL, [ByteRange(0, 1000, None)])
+        read_pieces(tmp_path / "none", sums, [ByteRange(0, 1000, None)])
 
 
 @contextmanager
