@@ -6,8 +6,7 @@ records the sizes and checksums of the other files. See docs/checkpoints.md.
 Publication and folders:
 
 - `publish`: publishes checkpoint folders and files atomically, and defines when a checkpoint exists
-- `run_folder`: manages the folder that contains the checkpoints of one run
-- `resuming`: resumes a run from the newest checkpoint that can be loaded
+- `run_folder`: manages the folder that contains the checkpoints of one run, and resumes the run
 
 Saves:
 
@@ -15,8 +14,7 @@ Saves:
 - `collect_state`: collects the state that a save writes, as a document and tensors
 - `background`: writes copies of the state in host memory from a thread
 - `preemption`: saves a checkpoint and exits after a preemption signal
-- `buddy_snapshots`: takes in-memory snapshots that survive the loss of a node
-- `snapshot_files`: stores these snapshots as files in shared memory
+- `buddy_snapshots`: takes snapshots in shared memory that survive the loss of a node
 
 Loads:
 
@@ -37,8 +35,7 @@ Formats:
 - `state_names`: defines the names in a checkpoint
 - `contents`: reads, checks and writes ``contents.json``
 - `json_codec`: encodes nested values as JSON and tensors
-- `safetensors_reader`: reads checkpoint files and verifies their checksums
-- `safetensors_writer`: writes safetensors files in a stream
+- `safetensors_files`: reads regions of tensors from safetensors files, and writes such files in a stream
 - `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
 - `dcp_interop`: loads DCP checkpoints, and reads layerzero checkpoints through DCP
 - `whole_model_files`: exports, imports and inspects full models in one process
@@ -51,9 +48,8 @@ from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.preemption import LeaveRequest, on_signal
 from layerzero.checkpoint.pretrained_weights import load_safetensors
-from layerzero.checkpoint.resuming import Resumed, load_latest
 from layerzero.checkpoint.rng_state import random_states, seed_random_states, set_random_states
-from layerzero.checkpoint.run_folder import latest
+from layerzero.checkpoint.run_folder import Resumed, latest, load_latest
 from layerzero.checkpoint.saving import per_rank, save, save_async
 
 __all__ = [

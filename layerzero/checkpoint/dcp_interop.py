@@ -23,7 +23,7 @@ from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
-from layerzero.checkpoint.safetensors_reader import CheckpointFiles
+from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState

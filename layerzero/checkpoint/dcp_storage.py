@@ -34,8 +34,7 @@ from layerzero.checkpoint.contents import CheckpointContents, check_chunks, num_
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import StoredTensor, merge_ranks
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
-from layerzero.checkpoint.safetensors_reader import CheckpointFiles, Region
-from layerzero.checkpoint.safetensors_writer import rank_file, write_items
+from layerzero.checkpoint.safetensors_files import CheckpointFiles, Region, rank_file, write_items
 
 __all__ = [
     "SafetensorsReader",

@@ -24,7 +24,7 @@ from layerzero.checkpoint.json_codec import has_own_values
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
-from layerzero.checkpoint.safetensors_reader import CheckpointFiles
+from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.engine.param_view import ParamView

@@ -17,7 +17,7 @@ from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPE_NAMED, StoredTensor
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
-from layerzero.checkpoint.safetensors_reader import TensorFiles
+from layerzero.checkpoint.safetensors_files import TensorFiles
 
 __all__ = ["FullFiles", "find_safetensors", "load_safetensors"]
 

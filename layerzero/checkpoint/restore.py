@@ -34,7 +34,7 @@ from layerzero.checkpoint.json_codec import (
     is_subclass_entry,
     refs_in,
 )
-from layerzero.checkpoint.safetensors_reader import same_columns
+from layerzero.checkpoint.safetensors_files import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain

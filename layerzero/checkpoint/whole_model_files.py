@@ -16,8 +16,7 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.pretrained_weights import FullFiles, find_safetensors
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, publish_file, remove
 from layerzero.checkpoint.run_folder import next_sequence
-from layerzero.checkpoint.safetensors_reader import CheckpointFiles, TensorFiles
-from layerzero.checkpoint.safetensors_writer import rank_file, write_safetensors
+from layerzero.checkpoint.safetensors_files import CheckpointFiles, TensorFiles, rank_file, write_safetensors
 
 __all__ = ["export_model", "import_model", "inspect", "model_keys"]
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import new_token, partial_path, publish_file, remove
-from layerzero.checkpoint.safetensors_reader import CheckpointFiles
-from layerzero.checkpoint.safetensors_writer import write_safetensors
+from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_names import layer_of, module_name
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import buddy_snapshots, snapshot_files
+from layerzero.checkpoint import buddy_snapshots
 from layerzero.checkpoint.buddy_snapshots import _partners
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import forks
@@ -269,7 +269,7 @@ def _no_room(rank: int, folder: Path) -> None:
         assert found is not None and found.extra == 1
     # when a snapshot is inspected, and when a file comes from another node
     for what in ("_link_files", "allocate_file"):
-        real = getattr(snapshot_files, what)
+        real = getattr(buddy_snapshots, what)
         dist.barrier()
         lost = _node(folder, rank) / "away"
         if what == "allocate_file" and rank == 0:  # all files of the first node must come from the second
@@ -277,12 +277,12 @@ def _no_room(rank: int, folder: Path) -> None:
             for piece in list(keeper.folder.iterdir()):
                 piece.rename(lost / piece.name)
         if rank == 1:
-            setattr(snapshot_files, what, full)
+            setattr(buddy_snapshots, what, full)
         dist.barrier()
         try:
             assert keeper.load() is None, "on all ranks"
         finally:
-            setattr(snapshot_files, what, real)
+            setattr(buddy_snapshots, what, real)
         dist.barrier()
         if what == "allocate_file" and rank == 0:
             for piece in list(lost.iterdir()):

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import publish, safetensors_writer
+from layerzero.checkpoint import publish, safetensors_files
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.run_folder import clear_leftovers, scan
 from tests.support.checkpointing import everything, sharded_net, train
@@ -94,7 +94,7 @@ def _lying_disk(rank: int, folder: str) -> None:
     path = f"{folder}/last"
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    write = safetensors_writer.write_file
+    write = safetensors_files.write_file
 
     def lie(file: Path, content: object) -> FileRecord:
         record = write(file, content)
@@ -104,12 +104,12 @@ def _lying_disk(rank: int, folder: str) -> None:
             file.write_bytes(damaged)
         return record
 
-    safetensors_writer.write_file = lie
+    safetensors_files.write_file = lie
     try:
         with pytest.raises(checkpoint.CheckpointError, match="differs from the data that was written"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     assert _left(folder) == ["last"]
     assert checkpoint.load(path, model, optimizer) == {"step": 1}
 

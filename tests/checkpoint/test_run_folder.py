@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import loading, publish, safetensors_writer
+from layerzero.checkpoint import loading, publish, safetensors_files
 from layerzero.checkpoint.manifest import FileRecord, Manifest, UnsupportedFormatError
 from layerzero.checkpoint.run_folder import RunFolderScan, scan
 from tests.support.checkpointing import everything, sharded_net, train
@@ -133,15 +133,15 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 def _halfway(rank: int, folder: str) -> None:
     """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(folder, 2)
-    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread
+    again = layerzero.checkpoint.safetensors_files.CheckpointFiles.reread
 
     def fails_once(self) -> None:
-        layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = again
+        layerzero.checkpoint.safetensors_files.CheckpointFiles.reread = again
         if rank == 1:
             raise checkpoint.CheckpointError("the disk has changed its mind")
         again(self)
 
-    layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = fails_once
+    layerzero.checkpoint.safetensors_files.CheckpointFiles.reread = fails_once
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]
@@ -195,20 +195,20 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(tmp_path: Path, exchan
 
 def _full_disk(rank: int, folder: str) -> None:
     model, optimizer, states = _states_saved(folder, 1)
-    write = safetensors_writer.write_file
+    write = safetensors_files.write_file
 
     def refuse(path: Path, content: object) -> FileRecord:
         if path.name == DATA:
             raise OSError(28, "No space left on device")
         return write(path, content)
 
-    safetensors_writer.write_file = refuse
+    safetensors_files.write_file = refuse
     train(model, optimizer, range(1, 2))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="No space"):
             checkpoint.save(f"{folder}/step-0", model, optimizer, {"step": 1}, overwrite=True)
     finally:
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     assert checkpoint.load(f"{folder}/step-0", model, optimizer) == {"step": 0}
     assert not different(everything(model, optimizer), states[0])
 
@@ -222,7 +222,7 @@ def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def _lying_disk(rank: int, folder: str) -> None:
     model, optimizer, _ = _states_saved(folder, 2)
-    write = safetensors_writer.write_file
+    write = safetensors_files.write_file
 
     def lie(path: Path, content: object) -> FileRecord:
         record = write(path, content)
@@ -230,14 +230,14 @@ def _lying_disk(rank: int, folder: str) -> None:
             _flip(path, -1)
         return record
 
-    safetensors_writer.write_file = lie
+    safetensors_files.write_file = lie
     try:
         with pytest.raises(
             checkpoint.CheckpointError, match=r"rank 1: .*differs from the data that was written: .*rank-00001"
         ):
             checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
     finally:
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-0", "step-1"]
     dist.barrier()

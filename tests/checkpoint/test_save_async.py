@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import publish, safetensors_writer
+from layerzero.checkpoint import publish, safetensors_files
 from layerzero.checkpoint.background import staging_of
 from layerzero.checkpoint.manifest import FileRecord
 from layerzero.engine.hooks import get_state
@@ -32,7 +32,7 @@ def _trained_meanwhile(rank: int, folder: str) -> None:
         gate.wait()
         return write(*args, **kwargs)
 
-    safetensors_writer.write_file = write_late
+    safetensors_files.write_file = write_late
     try:
         at_call = everything(model, optimizer)
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer, {"step": 1})
@@ -43,7 +43,7 @@ def _trained_meanwhile(rank: int, folder: str) -> None:
         pending.wait()
     finally:
         gate.set()
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     dist.barrier()
     undisturbed, its_optimizer = sharded_net(2)
     train(undisturbed, its_optimizer, range(4))
@@ -115,24 +115,24 @@ def _failing(rank: int, folder: str) -> None:
     def blocked(name: str) -> checkpoint.PendingSave:
         return checkpoint.save_async(f"{folder}/{name}", model, optimizer)
 
-    write = safetensors_writer.write_file
+    write = safetensors_files.write_file
 
     def refuse(path: Path, content: object) -> FileRecord:
         if path.name == "rank-00001.safetensors":
             raise OSError(28, "No space left on device")
         return write(path, content)
 
-    safetensors_writer.write_file = refuse
+    safetensors_files.write_file = refuse
     try:
         with pytest.raises(checkpoint.CheckpointError, match=r"one could not be written: rank 1: OSError: .*No space"):
             blocked("one").wait()
         pending = blocked("two")
         while not pending.done():
             time.sleep(0.01)
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
         with pytest.warns(RuntimeWarning, match="two could not be written: rank 1"):
             checkpoint.save(f"{folder}/three", model, optimizer)
-        safetensors_writer.write_file = refuse
+        safetensors_files.write_file = refuse
         pending = blocked("four")
         with pytest.warns(RuntimeWarning, match="four could not be written"):
             checkpoint.load(f"{folder}/three", model, optimizer)
@@ -140,7 +140,7 @@ def _failing(rank: int, folder: str) -> None:
             pending.wait()
         pending.wait()  # has been reported
     finally:
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     checkpoint.save_async(f"{folder}/five", model, optimizer).wait()
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["five", "three"]
@@ -173,18 +173,18 @@ def test_a_rank_that_alone_has_lost_the_others_does_not_end_all_later_saves(tmp_
 def _told_at_a_step(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    write = safetensors_writer.write_file
+    write = safetensors_files.write_file
 
     def refuse(path: Path, content: object) -> FileRecord:
         raise OSError(28, "No space left on device")
 
-    safetensors_writer.write_file = refuse
+    safetensors_files.write_file = refuse
     try:
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer)
         while not pending.done():
             time.sleep(0.01)
     finally:
-        safetensors_writer.write_file = write
+        safetensors_files.write_file = write
     with pytest.warns(RuntimeWarning, match="one could not be written: rank 0: OSError: .*No space"):
         train(model, optimizer, range(1, 2))
     train(model, optimizer, range(2, 3))  # it is reported once
