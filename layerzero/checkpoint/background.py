@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.comm.waits import may_wait
 from layerzero.device.accelerator import host_memory, synchronize_current_stream
@@ -23,6 +22,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.state import LayerZeroState
+from layerzero.extend import StepObserver
 
 __all__ = ["PendingSave", "Staging", "finish_pending", "staging_of"]
 

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.background import PendingSave
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
@@ -55,9 +56,8 @@ from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.process_groups import ModelGroups, group_count_fields
 from layerzero.comm.traffic_counters import TrafficCounters
-from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import get_state
 from layerzero.utils.machine import boot_id
 
 __all__ = ["Buddies"]

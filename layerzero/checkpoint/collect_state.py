@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import Encoder, to_subclass_entry
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames, rename_params
 from layerzero.dtensor.local_shard import plain
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import format_first_names, nonfinite_names
 
 __all__ = ["CollectedState", "collect", "topology_entry"]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SafetensorsReader
 from layerzero.checkpoint.errors import RankLostError
@@ -27,7 +28,6 @@ from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.comm.process_groups import torch_registration
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["load_dcp", "reader"]
 

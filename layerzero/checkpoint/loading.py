@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.background import finish_pending
 from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError, escape_unprintable
@@ -26,10 +27,9 @@ from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoi
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.engine.hooks import get_state
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import get_state
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_load", "prepare_load_from"]
 

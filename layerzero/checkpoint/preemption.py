@@ -37,7 +37,7 @@ from torch import nn
 from layerzero.checkpoint.background import finish_pending
 from layerzero.comm.collectives import Collective, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import LateMaximum
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state
 
 __all__ = ["LeaveRequest", "on_signal"]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.json_codec import (
     StoredRef,
@@ -44,7 +45,6 @@ from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.compatibility import state_after_a_step
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["NO_OPTIMIZER_STATE", "RestorePlan"]
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
@@ -34,9 +35,8 @@ from layerzero.checkpoint.publish import (
     require_only_checkpoint_files,
 )
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
-from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import get_state
 
 __all__ = ["Resumed", "clean_up_after_save", "clear_leftovers", "latest", "load_latest", "next_sequence"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
+from layerzero import ShardedOptimizer
 from layerzero.checkpoint.background import PendingSave, Staging, finish_pending, staging_of
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
@@ -26,9 +27,8 @@ from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import group_count_fields, torch_registration
-from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import get_state
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 
