@@ -51,7 +51,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.failure_report import CollectiveError
@@ -75,7 +75,9 @@ from layerzero.utils.pytree import iter_tensors, map_tensors
 
 __all__ = ["Scheduler"]
 
-_MOST_RESULTS = 256  # number of items in an attribute above which every forward pass does not search them
+# Every forward pass searches attributes of these classes. To search others would take longer than a small unit.
+_RESULTS, _NOT_RESULTS = {Tensor, list, tuple, dict}, {"_parameters", "_modules"}
+_MOST_RESULTS = 256  # number of items of an attribute that every forward pass searches
 
 
 class Scheduler(Closable):
@@ -126,6 +128,7 @@ class Scheduler(Closable):
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
+        self._own_modules: dict[Unit, list[weakref.ref[nn.Module]]] = {}  # modules of a unit and inside of it
         self._running: list[UnitCall] = []  # calls to units in progress, outermost first
         self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
         self._forward: ForwardPass | None = None
@@ -346,19 +349,41 @@ class Scheduler(Closable):
         """Return the tensors with a graph that a call has stored in attributes of the unit's modules.
 
         Args:
-            in_objects: if True, search all objects in attributes. If False, search only short lists, tuples and dicts,
-                and only if the unit's weights are freed before the backward pass, because every forward pass searches.
+            in_objects: if True, search all objects in attributes. If False, search only short lists, tuples and dicts
+                in the modules outside of nested units, and only if the unit's weights are freed before the backward
+                pass, because every forward pass searches.
         """
+        unit = call.unit
         if torch.autograd._get_sequence_nr() == call.first_node:  # type: ignore[attr-defined]
             return []
-        if not in_objects and not any(handle.weights.needs_gather for handle in call.unit.handles):
+        if in_objects:
+            tables: Iterable[dict[str, Any]] = (vars(each) for module in unit.modules for each in module.modules())
+            tensors = chain.from_iterable(iter_tensors(value) for table in tables for value in table.values())
+        elif any(handle.weights.needs_gather for handle in unit.handles):
+            if unit not in self._own_modules:
+                self._own_modules[unit] = self._modules_outside_nested_units(unit)
+            found = [
+                value
+                for reference in self._own_modules[unit]
+                if (module := reference()) is not None
+                for name, value in vars(module).items()
+                if value.__class__ in _RESULTS and name not in _NOT_RESULTS
+            ]
+            tensors = chain.from_iterable(map(_items, found))
+        else:
             return []
-        attributes = (vars(each) for module in call.unit.modules for each in module.modules())
-        values = chain.from_iterable(table.values() for table in attributes)
-        tensors = chain.from_iterable(map(iter_tensors if in_objects else _items, values))
         return [
             each for each in tensors if isinstance(each, Tensor) and each.requires_grad and _is_computed_in(each, call)
         ]
+
+    def _modules_outside_nested_units(self, unit: Unit) -> list[weakref.ref[nn.Module]]:
+        others = {module for each in self._units if each is not unit for module in each.modules}
+        modules, found = list(unit.modules), []
+        while modules:
+            module = modules.pop()
+            found.append(weakref.ref(module))
+            modules += [child for child in module.children() if child not in others]
+        return found
 
     # Weights outside of forwards
 
