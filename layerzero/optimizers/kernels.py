@@ -63,7 +63,7 @@ def adamw(
     settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     rare = {"amsgrad": amsgrad, "maximize": maximize}
     return _build_optimizer(
-        _as_lists(params),
+        params,
         name="AdamW",
         torch_class=torch.optim.AdamW,
         apex_name="FusedAdam",
@@ -105,7 +105,7 @@ def sgd(
     """
     settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
     return _build_optimizer(
-        _as_lists(params),
+        params,
         name="SGD",
         torch_class=SGD,
         apex_name="FusedSGD",
@@ -148,7 +148,7 @@ def implementation(optimizer: Optimizer) -> str:
 
 
 def _build_optimizer(
-    params: list[Any],
+    params: Params,
     *,
     name: str,
     torch_class: Callable[..., Optimizer],
@@ -158,24 +158,25 @@ def _build_optimizer(
     rare: Mapping[str, Any],
 ) -> Optimizer:
     """Build the optimizer and log the chosen implementation. Apex does not support the settings in `rare`."""
-    tensors = _tensors(params)
+    groups = Optimizer(params, {}).param_groups  # torch converts iterators to lists
+    tensors = [parameter for group in groups for parameter in group["params"]]
     devices = sorted({_device_type(tensor) for tensor in tensors})
     device_names = " and ".join(devices)
-    kind, reason = _find_apex(apex_name, params, tensors, rare)
+    kind, reason = _find_apex(apex_name, groups, tensors, rare)
     optimizer: Optimizer
     if kind is not None:
-        optimizer = kind(params, **apex_settings)
+        optimizer = kind(groups, **apex_settings)
         _log.info("%s on %s: NVIDIA Apex's %s", name, device_names, apex_name)
         return optimizer
     fused = all(device in _get_fused_kernels_supported_devices() for device in devices)
     fused = fused and all(tensor.is_floating_point() for tensor in tensors)
-    optimizer = torch_class(params, **settings, **rare, fused=fused, foreach=not fused)
+    optimizer = torch_class(groups, **settings, **rare, fused=fused, foreach=not fused)
     _log.info("%s on %s: torch's %s kernels, %s", name, device_names, "fused" if fused else "foreach", reason)
     return optimizer
 
 
 def _find_apex(
-    name: str, params: Sequence[Any], tensors: Sequence[Tensor], rare: Mapping[str, Any]
+    name: str, groups: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], rare: Mapping[str, Any]
 ) -> tuple[type[Optimizer] | None, str]:
     """Return (Apex class, ""), or (None, reason) if the class cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
@@ -185,8 +186,7 @@ def _find_apex(
         return None, (
             f"because NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in supported)}"
         )
-    groups = [rare, *(group for group in params if isinstance(group, Mapping))]
-    if unsupported := sorted({key for group in groups for key in rare if group.get(key)}):
+    if unsupported := sorted({key for group in (rare, *groups) for key in rare if group.get(key)}):
         return None, f"because NVIDIA Apex does not support {', '.join(unsupported)}"
     try:
         # Import the extension first. The package named apex on PyPI is a different project and must not be imported.
@@ -212,25 +212,6 @@ class SGD(torch.optim.SGD):  # has the same name as torch's class, because check
                 if momenta[index] is None:
                     momenta[index] = momentum_before_first(group, parameter, gradient)
         return sparse
-
-
-def _as_lists(params: Params) -> list[Any]:
-    """Convert `params` and the ``"params"`` of groups to lists, which can be iterated more than once."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or groups, got a tensor. Pass a list")
-    listed: list[Any] = []
-    for entry in params:
-        if isinstance(entry, dict):
-            members = entry["params"]
-            listed.append({**entry, "params": [members] if isinstance(members, Tensor) else list(members)})
-        else:
-            listed.append(entry)
-    return listed
-
-
-def _tensors(params: Sequence[Any]) -> list[Tensor]:
-    entries = [inner for entry in params for inner in (entry["params"] if isinstance(entry, dict) else [entry])]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def _device_type(tensor: Tensor) -> str:

@@ -123,10 +123,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
     def __bool__(self) -> bool:
         # Hazard: torch's get_state_dict calls step() if the view is false. An optimizer with owners would then take a
         # step, because only one without owners recognizes this call. See [Note: torch's get_state_dict].
-        has_owners = any(
-            isinstance(self.holder_of(p), FullParam) for g in self._inner.param_groups for p in g["params"]
-        )
-        return has_owners or any(True for _ in self)
+        return bool(self._update_rule.owned) or any(True for _ in self)
 
     # As in a defaultdict, these methods do not create state.
 

@@ -93,16 +93,14 @@ def unwrap_step(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
-def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any]) -> None:
     """Call ``inner.step()`` with the hooks of the instance but without torch's global hooks.
 
     The wrapper's own step runs the global hooks.
 
     Args:
-        update: function that receives a function that steps `inner`, and calls it one or more times. If `update` is
-            None, step `inner` once.
+        update: function that receives a function that steps `inner`, and calls it one or more times.
     """
-    update = update or _call_now
     replaced = vars(inner).get("step")
     bare = unwrap_step(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
@@ -124,10 +122,6 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
         raise RuntimeError(_MIXED.format(name=type(inner).__name__)) from error
     for post_hook in list(inner._optimizer_step_post_hooks.values()):
         post_hook(inner, args, kwargs)
-
-
-def _call_now(take_step: Callable[[], Any]) -> None:
-    take_step()
 
 
 _MIXED = (
