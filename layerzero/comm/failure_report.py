@@ -198,20 +198,13 @@ def _describe_statuses(
         for rank in others
         if rank not in unfinished or (connection_lost and rank in same_collective and not same_collective[rank].failed)
     ]
-    sentences = []
-    for rank in missing:
-        if connection_lost and len(missing) == 1:
-            text = f"rank {rank} has died or has exited: its connection was closed"
-        elif connection_lost:
-            text = f"rank {rank} has not reported a status"
-        else:
-            text = f"rank {rank} did not take part within {timeout:g} s"
-        if rank in statuses:
-            text += (
-                f" (its last published status: {statuses[rank].doing}; few operations publish a status, so the "
-                "rank may be in another operation now)"
-            )
-        sentences.append(text)
+    if not connection_lost:
+        text = f"did not take part within {timeout:g} s"
+    elif len(missing) == 1:
+        text = "has died or has exited: its connection was closed"
+    else:
+        text = "has not reported a status"
+    sentences = [f"rank {rank} {text}{_last_status(statuses.get(rank))}" for rank in missing]
     if connection_lost and len(missing) > 1:
         sentences.append("at least one of them has died or has exited: its connection was closed")
     relation = "also waited without success in" if missing else "was in another operation:"
@@ -219,6 +212,15 @@ def _describe_statuses(
     if gave_up and status.failed == _LOST and not missing and not elsewhere:
         sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
     return sentences, {} if missing else elsewhere
+
+
+def _last_status(status: RankStatus | None) -> str:
+    if status is None:
+        return ""
+    return (
+        f" (its last published status: {status.doing}; few operations publish a status, so the rank may be in another "
+        "operation now)"
+    )
 
 
 def order_difference(orders: Mapping[int, str]) -> str:

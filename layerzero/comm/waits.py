@@ -350,16 +350,7 @@ class WaitMonitor:
         frames, main = sys._current_frames(), threading.main_thread()
         del frames[threading.get_ident()]  # otherwise this frame would refer to itself and keep the others alive
         own = [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
-        waits, running = [], []
-        threads = dict.fromkeys([main, *_waits.copy(), *own])
-        for thread in threads:
-            frame = frames.get(thread.ident or 0)
-            if (wait := _waits.get(thread)) is not None:
-                waits.append(wait.state(store))
-            elif frame is not None and (foreign := _foreign_wait(frame)) is not None:
-                waits.append(foreign)
-            elif frame is not None and not _is_idle(frame, threads):
-                running.append(thread)
+        waits, running = _waits_of(dict.fromkeys([main, *_waits.copy(), *own]), frames, store)
         on_device = [each.state(store) for each in self._late_on_device()]
         program = next((thread for thread in (*running, main) if thread not in own), main)
         groups = current_groups()
@@ -400,8 +391,8 @@ class WaitMonitor:
         self._asking = self._asking or self._answering.clone()  # type: ignore[attr-defined]
         return self._asking
 
-    def _check(self, now: float) -> None:
-        """Ask other ranks, in a thread, if a wait of this rank is old or a collective of a watched model is late."""
+    def _oldest_wait(self, now: float) -> float:
+        """Return when the oldest wait of this rank began, or `now` if no thread waits."""
         for thread, wait in _waits.copy().items():
             if wait is None or not thread.is_alive():
                 self._since.pop(thread, None)
@@ -409,12 +400,16 @@ class WaitMonitor:
                     del _waits[thread]
             elif self._since.get(thread, (None, 0.0))[0] is not wait:
                 self._since[thread] = wait, now
+        return min((since for _, since in self._since.values()), default=now)
+
+    def _check(self, now: float) -> None:
+        """Ask other ranks, in a thread, if a wait of this rank is old or a collective of a watched model is late."""
+        oldest = self._oldest_wait(now)
         late = [(watchdog, launch) for watchdog in self._watchdogs() if (launch := watchdog.unreported()) is not None]
         if self._questions is not None and self._questions.is_alive():
             for watchdog, launch in late if now - self._heard > _SILENT else ():
                 watchdog.report_silence(launch, now - self._heard)
             return
-        oldest = min((since for _, since in self._since.values()), default=now)
         is_old = now - oldest >= (_ASK_SOON if _suspicious else _ASK_AFTER)
         is_old = now >= self._next and (is_old or bool(self._late_on_device()))
         if is_old or late:
@@ -522,6 +517,22 @@ class WaitMonitor:
                     where = "does not answer" if answer is None else f"is at {answer.at}"
                     text = "layerzero: rank %d has waited for %.0f s in %s. Rank %d has not joined: it %s"
                     _LOG.warning(text, self._rank, seconds, wait.doing, rank, where)
+
+
+def _waits_of(
+    threads: Collection[threading.Thread], frames: Mapping[int, FrameType], store: Store
+) -> tuple[list[WaitState], list[threading.Thread]]:
+    """Return the waits of threads, and the threads that neither wait for ranks nor for each other."""
+    waits, running = [], []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if (wait := _waits.get(thread)) is not None:
+            waits.append(wait.state(store))
+        elif frame is not None and (foreign := _foreign_wait(frame)) is not None:
+            waits.append(foreign)
+        elif frame is not None and not _is_idle(frame, threads):
+            running.append(thread)
+    return waits, running
 
 
 def _is_idle(frame: FrameType | None, threads: Collection[threading.Thread]) -> bool:

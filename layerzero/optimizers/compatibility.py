@@ -121,6 +121,12 @@ def kinds_that_need_full_params(
     kinds = {group_kind(group) for group in optimizer.param_groups}
     if elementwise is False or of_apex or type(optimizer) in _ONE_BY_ONE:
         return kinds
+    return _kinds_by_trial(optimizer, device, kinds)
+
+
+def _kinds_by_trial(optimizer: Optimizer, device: torch.device, kinds: set[str]) -> set[str]:
+    """Return those of `kinds` that need full parameters, according to trials."""
+    name = type(optimizer).__name__
     on_rows: str | TrialError | None = None  # result of the trial on rows, if one was made
     alone: str | TrialError | None
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):

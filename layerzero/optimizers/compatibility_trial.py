@@ -456,21 +456,16 @@ def _run_steps(
     optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
     for number, scale in enumerate(data[0].scales):
         if number == resumes_at:
-            former = optimizer_copy
+            # New parameters, because the old ones may have attributes that a checkpoint does not contain.
+            former, old = optimizer_copy, list(chain.from_iterable(parameters_by_group))
+            parameters_by_group = [[torch.nn.Parameter(p.detach()) for p in each] for each in parameters_by_group]
             optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
-            optimizer_copy.state.update(former.state)
+            new_of: dict[Any, Tensor] = dict(zip(old, chain.from_iterable(parameters_by_group), strict=True))
+            optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
             for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
                 group.update({**saved, "params": group["params"]})
         for parameters, group_data in zip(parameters_by_group, data, strict=True):
-            for index, parameter in enumerate(parameters):
-                noise = group_data.noise[number][index]
-                gradient = (group_data.pull[index] + noise) * scale
-                if parameter.shape != gradient.shape:  # a placeholder
-                    parameter.grad = torch.zeros_like(parameter)
-                    continue
-                if number % 6 == 3:
-                    gradient = gradient * (noise > 0)
-                parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
+            _set_gradients(parameters, group_data, number, scale)
         if any(owned):
             addon("muon").step_param_by_param(
                 optimizer_copy, step, _defer_owned_turns(optimizer_copy, parameters_by_group, owned, rank)
@@ -486,6 +481,19 @@ def _run_steps(
         for parameters, group_data in zip(parameters_by_group, data, strict=True)
     ]
     return _Outcome(trained, dict(_numbers(optimizer_copy, parameters_by_group, trained)), states)
+
+
+def _set_gradients(parameters: Sequence[Tensor], data: _Data, number: int, scale: float) -> None:
+    """Set the gradients of the parameters of a group for the step `number`."""
+    for index, parameter in enumerate(parameters):
+        noise = data.noise[number][index]
+        gradient = (data.pull[index] + noise) * scale
+        if parameter.shape != gradient.shape:  # a placeholder
+            parameter.grad = torch.zeros_like(parameter)
+            continue
+        if number % 6 == 3:
+            gradient = gradient * (noise > 0)
+        parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
 
 
 def _copy_for_trial(
@@ -615,9 +623,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
             memo[id(old)] = alike[index % len(alike)]
         examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
         for parameter in parameters:
-            old = examples.get(_row_ndim(parameter), next(iter(examples.values())))
-            for name, value in user_attributes(old).items():
-                vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
+            _copy_user_attributes(examples.get(_row_ndim(parameter), next(iter(examples.values()))), parameter)
         memo[id(settings["params"])] = list(parameters)
         parameter_with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
         if parameter_with_state is not None:
@@ -640,6 +646,11 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
         replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
     return optimizer_copy
+
+
+def _copy_user_attributes(old: Tensor, parameter: Tensor) -> None:
+    for name, value in user_attributes(old).items():
+        vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
 
 
 def _row_ndim(parameter: Tensor) -> int:

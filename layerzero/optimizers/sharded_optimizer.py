@@ -650,12 +650,15 @@ class ShardedOptimizer(Optimizer):
         self._is_used_by_torch = False
         self.state.clear()
         self.state.stored.update(state)
-        is_new = bool(saved_state) and not written
+        self._load_settings(groups, is_new=bool(saved_state) and not written)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_settings(self, groups: Sequence[Mapping[str, Any]], *, is_new: bool) -> None:
+        """Load the hyperparameters of the groups. If `is_new` is True, only those that the groups already have."""
         for group, saved in zip(self.param_groups, groups, strict=True):
             settings = {key: value for key, value in saved.items() if key in group or not is_new}
             group.update({key: load_setting(group.get(key), value) for key, value in settings.items()})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _split_shared_state(self, loaded: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
         """Return the state of parameters by name, and the state under keys that are not parameters."""
