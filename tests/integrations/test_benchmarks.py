@@ -25,12 +25,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
-from benchmarks.figures import figure_of
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import tables as gpu
 from benchmarks.launch import RanksFailed, run_job
-from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarize
-from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render, summary
+from benchmarks.results import FOLDER, Results, published, summarize
+from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render
 from benchmarks.task import Task, make_batches, make_model
 from benchmarks.worker import Job, take_step
 from tests.support.ranks import run_ranks
@@ -307,145 +306,24 @@ def shared_mappings(rank: int, name: str) -> int:
     return len(measure.shared_memory().addresses)
 
 
-def example(where: str = "two-nodes", **seconds: float) -> Results:
-    """Return results of runs with the given `seconds` per step; names use `_` for `-`."""
-    settings = {"ranks": 4, "node_size": 2, "parameters": 1_000_000, "rate": "1gbit", "batch_size": 1, "seq_len": 8}
-    if where == "one-machine":
-        del settings["rate"]
-    machine = {"processor": "P", "cores": "2", "memory": "1 GiB", "kernel": "6", "python": "3", "torch": "2"}
-    results = Results(where, settings, machine, ["python -m benchmarks.contest"])
-    for name, each in seconds.items():
-        results.record(name.replace("_", "-"), 4, "fp32")["runs"].append(
-            {
-                "seconds": [each, 2 * each, each / 2],
-                "losses": [5.0, 4.0],
-                "wire_bytes": [3_000_000.0, 2_900_000.0],
-                "ledger": {"replica": 3_000_000.0} if name == "layerzero" else {},
-                "peak_bytes": [2_000_000, 1_000_000],
-                "state_bytes": {"between steps": [500_000 if name == "layerzero" else 700_000, 400_000]},
-                "kinds": {},
-                "date": "2020-02-20T00:00:00+00:00",
-            }
-        )
-    return results
-
-
-# With N = 1 M hop 2 takes N / 2 * 4 bytes / 125 MB/s = 16 ms, the refresh 8 ms; a micro-batch computes for compute / 4.
-@pytest.mark.parametrize(
-    ("compute", "reduce", "bound"),
-    [
-        (0.480, "fp32", Range(0.480, 0.240, 0.960)),  # forward 40 ms, backward 80 ms: both hide
-        (0.096, "fp32", 0.096),  # 8 and 16 ms: just hidden
-        (0.048, "fp32", Range(0.048 + 0.008 + 0.004, 0.042, 0.096)),  # between those of the fastest and slowest compute
-        (0.048, "bf16", Range(0.052, 0.034, 0.096)),
-        (0.0, "fp32", 0.024),  # no computation to overlap with: all bytes at the link's speed
-    ],
-)
-def test_the_bound_is_compute_and_what_of_the_collectives_cannot_hide(
-    compute: float, reduce: str, bound: float | Range
-) -> None:
-    found = example(compute=compute).bound(4, reduce)
-    assert found is not None
-    assert (found if isinstance(bound, Range) else found.middle) == pytest.approx(bound)
-    assert example("one-machine", compute=compute).bound(4, "fp32") == Range(compute, compute / 2, 2 * compute)
-    assert example(layerzero=1.0).bound(4, reduce) is None
-
-
-def test_a_range_lies_between_runs_or_between_the_steps_of_the_only_one() -> None:
-    results = example(layerzero=1.0)
-    assert results.rows(4, "fp32")[0].seconds_range == Range(1.0, 0.5, 2.0)
-    runs = results.record("layerzero", 4, "fp32")["runs"]
-    runs.append({**runs[0], "seconds": [1.2, 9.0, 0.1], "peak_bytes": [3_000_000, 1]})
-    row = results.rows(4, "fp32")[0]
-    assert row.seconds_range == pytest.approx(Range(1.1, 1.0, 1.2))
-    assert row.peak_range == Range(2_500_000, 2_000_000, 3_000_000)
-    assert ratio_of(Range(3.0, 2.0, 4.0), Range(1.0, 0.5, 2.0)) == Range(3.0, 1.0, 8.0)
-
-
-def drawn() -> Results:
-    results = example(layerzero=1.0, layerzero_full=0.9, fsdp2_hsdp=3.0, compute=0.048)
-    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 90_000, "cached_buffer": 10_000}
-    results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
-    for a in (4, 16):
-        results.record("deepspeed-hpz", a, "bf16")["problem"] = "deepspeed is not installed"
-    return results
-
-
-def test_a_figure_shows_what_was_measured_and_nothing_else() -> None:
-    time, memory = figure_of(drawn()).panels
-    for panel in (time, memory):  # no compute, no scheme without runs, and fp32, as bf16 has no runs
-        assert [bar.label for bar in panel.bars] == [
-            'layerzero "sharded"',
-            'layerzero "full"',
-            "FSDP2 HSDP",
-        ]
-    assert "A = 4, fp32" in time.title and [bar.family for bar in time.bars] == ["ours", "ours", "hybrid"]
-    assert time.bars[0].value == Range(1.0, 0.5, 2.0) and not any(bar.apart for bar in time.bars)
-    assert [(line.label, line.at) for line in time.lines] == [
-        ("bound of a synchronous step", pytest.approx(0.060)),
-    ]
-    assert memory.bars[0].value == pytest.approx(Range(2.0, 2.0, 2.0)) and memory.lines == ()
-    assert memory.bars[0].apart == pytest.approx(1.5), "0.5 MB of the peak are model state"
-    one_machine = figure_of(example("one-machine", layerzero=1.0, compute=0.5)).panels[0]
-    assert [(line.label, line.at) for line in one_machine.lines] == [("compute alone", 0.5)]
-
-
-def test_a_figure_needs_four_micro_batches_and_shows_the_fastest_variant_without_marks_of_code() -> None:
-    results = example(layerzero=1.0)
-    results.record("layerzero", 4, "fp32")["runs"].clear()
-    with pytest.raises(ValueError, match=r"two-nodes have no runs with A = 4, .* --micro-batches 4$"):
-        figure_of(results)
-    results = example(layerzero=1.0, fsdp2_hsdp=3.0, fsdp2_hsdp_keep=2.0)
-    assert [bar.value.middle for bar in figure_of(results).panels[0].bars] == [1.0, 2.0]
-    panels = figure_of(drawn()).panels
-    labels = [entry.label for entry in ENTRIES.values()] + [panel.title for panel in panels]
-    labels += [shown.label for panel in panels for shown in (*panel.bars, *panel.lines)]
-    assert not [label for label in labels if "`" in label] and len(labels) > len(ENTRIES)
-
-
-def test_figures_can_be_drawn_and_are_those_of_the_page(tmp_path: Path) -> None:
+def test_figures_show_the_published_results_without_marks_of_code(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plots = importlib.import_module("benchmarks.plots")
-    text = plots.draw(drawn(), tmp_path).read_text(encoding="utf-8")
-    assert "<svg" in text and ">FSDP2 HSDP</text>" in text and ">3.00</text>" in text
-    page = PAGE.read_text(encoding="utf-8")
-    assert [f"images/{each.where}.svg" in page for each in published()] == [True, True]
+    plots, page = importlib.import_module("benchmarks.plots"), PAGE.read_text(encoding="utf-8")
+    for results in published():
+        text = plots.draw(results, tmp_path).read_text(encoding="utf-8")
+        assert "<svg" in text and ">FSDP2 HSDP</text>" in text and "`" not in text
+        assert f"images/{results.where}.svg" in page
 
 
-def test_losses_are_compared_after_the_last_step_that_all_took() -> None:
-    results = example(layerzero=1.0, fsdp2_hsdp=1.0)
-    results.record("fsdp2-hsdp", 4, "fp32")["runs"][0]["losses"] = [5.05]
-    steps, apart = losses_agree(results.rows(4, "fp32"))
-    assert steps == 1 and apart == pytest.approx(0.01)
-    for wrong in (math.nan, math.inf):
-        results.record("fsdp2-hsdp", 4, "fp32")["runs"][0]["losses"] = [wrong]
-        assert losses_agree(results.rows(4, "fp32")) == (1, math.inf)
-        assert "**DO NOT AGREE**" in render(results)
-
-
-def test_tables_say_what_is_missing_and_replace_only_their_part_of_the_page() -> None:
-    results = example(layerzero=1.0, fsdp2_hsdp=3.0)
-    results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
-    text = render(results)
-    assert "not measured: deepspeed is not installed" in text
-    hsdp = "| 3.000 (1.500 - 6.000) | 1, 3 | 3.00 (0.75 - 12.00) |  | 3.0 |  | 0.7 |  | 2 | 4.0000 |"
-    assert f"| FSDP2 HSDP, all-reduce in the last {hsdp}" in text and "bound of" not in text
-    assert "| FSDP2 HSDP at its fastest | 3.00 (0.75 - 12.00) |" in text
-    page = page_with("before\n<!-- two-nodes -->\nold\n<!-- end of two-nodes -->\nafter\n", [results])
-    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and text in page
-    assert page_with(page, [results]) == page
-    with pytest.raises(ValueError, match="no <!-- two-nodes -->"):
-        page_with("", [results])
-
-
-def test_tables_hold_steps_against_the_bound() -> None:
-    text = render(example(layerzero=0.1, compute=0.048))
-    assert "| bound of a synchronous step | 0.060 (0.042 - 0.096) | | 0.60 (0.21 - 1.92) | 1 | 3.0 |" in text
-    assert '| layerzero hybrid, "sharded" | 0.100 (0.050 - 0.200) | 1, 3 | 1 | 1.67 (0.52 - 4.76) |' in text
-    one = render(example("one-machine", layerzero=0.12, compute=0.048))
-    assert "/ compute" in one and "bound" not in one and "| 1 | 2.50 (" in one
-    assert "| bound of a synchronous step | 0.06 (0.04 - 0.10) | |" in summary(example(layerzero=1.0, compute=0.048))
-    assert "| compute alone | 0.50 (0.25 - 1.00) | |" in summary(example("one-machine", layerzero=1.0, compute=0.5))
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 100.0])
+def test_losses_that_differ_or_are_not_finite_are_told(wrong: float) -> None:
+    _, results = published()
+    assert losses_agree(results.rows(4, "fp32"))[1] <= LOSS_TOLERANCE
+    run = results.record("fsdp2-full", 4, "fp32")["runs"][0]
+    run["losses"] = [wrong] * len(run["losses"])
+    apart = losses_agree(results.rows(4, "fp32"))[1]
+    assert apart > LOSS_TOLERANCE and (wrong == 100.0 or apart == math.inf)
+    assert "**DO NOT AGREE**" in render(results)
 
 
 def test_the_published_page_is_made_of_the_published_results() -> None:
