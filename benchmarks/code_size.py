@@ -35,7 +35,6 @@ CORE = frozenset(
 # Files inside these folders that are add-ons, until they have moved.
 ADD_ONS_IN_CORE = frozenset(
     [
-        "config/yaml_file.py",
         "reports/trace_file.py",
     ]
 )

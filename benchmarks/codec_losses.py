@@ -48,7 +48,7 @@ def validation_loss(args: argparse.Namespace, *further: str) -> float:
         finally:
             factor = 1.0  # for the validation
 
-    sharded = functools.partial(layerzero.shard_model, hop2_codec=CODECS[args.codec])
+    sharded = functools.partial(layerzero.shard_model, codecs=layerzero.Codecs(hop2=CODECS[args.codec]))
     given = ["--steps", str(args.steps), "--seed", str(args.seed), "--lr", "1e-3", "--zero3-size", "1", "--no-sample"]
     with (
         mock.patch.object(layerzero, "shard_model", sharded),

@@ -42,8 +42,8 @@ from benchmarks.crossing import counted_crossings
 from benchmarks.tables import LOSS_TOLERANCE
 from benchmarks.task import OPTIMIZER, Task
 from benchmarks.worker import PEAK_STEPS, WARM_UP, settled
-from layerzero.config.yaml_file import dtype_named
 from layerzero.device.accelerator import Clock, compute_device, default_device_type
+from layerzero.integrations.yaml_file import dtype_named
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds_text, size_text, table

@@ -18,7 +18,7 @@ from layerzero import optimizers
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.comm.watchdog import Watchdog
-from layerzero.config import LayerZeroConfig
+from layerzero.config import Codecs, LayerZeroConfig, Offload, PrecisionPolicy
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
@@ -53,6 +53,7 @@ __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source
 
 __all__ = [
     "EMA",
+    "Codecs",
     "Corruption",
     "CorruptionGuard",
     "Fingerprint",
@@ -64,9 +65,11 @@ __all__ = [
     "LayerZeroConfig",
     "MemoryReport",
     "NonFiniteGradients",
+    "Offload",
     "OuterSteps",
     "ParameterDifference",
     "Plan",
+    "PrecisionPolicy",
     "ShardedOptimizer",
     "SilentDataCorruption",
     "StepGuard",

@@ -21,7 +21,7 @@ from layerzero.checkpoint.errors import escape_unprintable
 from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
 from layerzero.config import ACCUMULATIONS
-from layerzero.config.yaml_file import dtype_named
+from layerzero.integrations.yaml_file import dtype_named
 from layerzero.megatron import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
 from layerzero.verification import verify

@@ -13,7 +13,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import PendingCollective
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import group_count_fields, mesh_group
-from layerzero.config import AUTO, Accumulation, Policy, Units
+from layerzero.config import AUTO, Accumulation, Policy, Units, refuse_old_names
 from layerzero.device.accelerator import default_device_type
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -25,6 +25,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
+from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.add_ons import ADD_ONS, addon
 
@@ -51,7 +52,9 @@ __all__ = [
     "kinds_that_need_full_params",
     "mesh_group",
     "plain",
+    "refuse_old_names",
     "require_equal",
+    "set_gradient_divide_factor",
     "sharded",
     "state_after_a_step",
     "strip_wrapper_names",

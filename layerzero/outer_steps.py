@@ -66,7 +66,7 @@ __all__ = ["OuterSteps", "outer"]
 
 _HEADER_BYTES = 32  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
 _ALIGNED = 16  # bytes
-_MEMORY_KINDS = ("outer", "host_outer")  # on the device, and with offload_optimizer
+_MEMORY_KINDS = ("outer", "host_outer")  # on the device, and with Offload(optimizer=True)
 
 
 class OuterSettings(NamedTuple):
@@ -351,7 +351,7 @@ class OuterSteps(StepObserver):
         return sum(tensor.nbytes for tensor in kept)
 
     def kept_bytes(self) -> dict[str, int]:
-        return {_MEMORY_KINDS[self._lz_state.config.offload_optimizer]: self.nbytes}
+        return {_MEMORY_KINDS[self._lz_state.config.offload.optimizer]: self.nbytes}
 
     def close(self) -> None:
         """Stop averaging gradients, and free the anchors and the momentum.

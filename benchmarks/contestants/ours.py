@@ -61,12 +61,15 @@ class LayerZero(_Ours):
             task.build(),
             mesh=layerzero.init_mesh(zero3_size, task.device_type),
             units=task.is_unit,
-            mp_policy=task.policy,
+            mp_policy=layerzero.PrecisionPolicy.of(
+                task.policy, accumulation_dtype=torch.bfloat16 if accumulate_in_bf16 else None
+            ),
             accumulation=accumulation,
-            hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
-            refresh_codec=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
+            codecs=layerzero.Codecs(
+                hop2=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
+                refresh=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
+            ),
             shared_memory=shared_memory,
-            accumulation_dtype=torch.bfloat16 if accumulate_in_bf16 else None,
             reshard_after_forward=not keep,
         )
         self._keep = keep

@@ -90,7 +90,12 @@ def verify(rank: int, args: argparse.Namespace, folder: str) -> None:
         if offload and args.device == "cpu":
             continue
         report = layerzero.verify(
-            make_model, make_batch, loss_fn=loss, units={Block}, accumulation=accumulation, offload_grads=offload
+            make_model,
+            make_batch,
+            loss_fn=loss,
+            units={Block},
+            accumulation=accumulation,
+            offload=layerzero.Offload(grads=offload),
         )
         worst, case = report.worst, accumulation + ", offload_grads" * offload
         found[case] = {"alike": report.ok, "largest": None if worst is None else str(worst)}
@@ -131,7 +136,7 @@ def loopback(args: argparse.Namespace) -> dict[str, Any]:
 
 def _noticed_by(args: argparse.Namespace) -> str | None:
     """Return what shows that the engine does not wait, the results or a device error, or None if nothing does."""
-    settings = {"offload_grads": args.without_wait == "copies to the host"}
+    settings = {"offload": layerzero.Offload(grads=args.without_wait == "copies to the host")}
     with without_wait(args.without_wait):
         try:
             prompt, late = (_loopback_run(args, settings, delays=delays) for delays in (False, True))
@@ -210,10 +215,14 @@ _LOOPBACK: tuple[dict[str, Any], ...] = (
     {"checkpoints": True},
     {"retain_graph": True},
     {"reshard_after_forward": False},
-    {"reduce_scatter_with_fp32_accumulation": True},
-    {"hop2_codec": layerzero.Int4Blocks()},
+    {"mp_policy": layerzero.PrecisionPolicy(fp32_accumulation=True)},
+    {"codecs": layerzero.Codecs(hop2=layerzero.Int4Blocks())},
 )
-_OFFLOADS = ({"offload_grads": True}, {"offload_optimizer": True}, {"offload_params": True})
+_OFFLOADS = (
+    {"offload": layerzero.Offload(grads=True)},
+    {"offload": layerzero.Offload(optimizer=True)},
+    {"offload": layerzero.Offload(params=True)},
+)
 
 
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +263,7 @@ def _regard_storages() -> None:
 def steps(args: argparse.Namespace) -> dict[str, Any]:
     """Train for three steps of three micro-batches. A tool such as compute-sanitizer may observe the process."""
     losses = []
-    offload = {"offload_grads": args.offload != "nothing", "offload_optimizer": args.offload == "optimizer"}
+    offload = {"offload": layerzero.Offload(grads=args.offload != "nothing", optimizer=args.offload == "optimizer")}
     with one_of_64(Loopback):
         model = build(args)
         model = layerzero.shard_model(
@@ -547,8 +556,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "layerzero": {},
     "layerzero-full": {"accumulation": "full"},
     "layerzero-local": {"accumulation": "local"},
-    "layerzero-offload-grads": {"offload_grads": True},
-    "layerzero-offload-optimizer": {"offload_optimizer": True},
+    "layerzero-offload-grads": {"offload": layerzero.Offload(grads=True)},
+    "layerzero-offload-optimizer": {"offload": layerzero.Offload(optimizer=True)},
 }
 _PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "loopback": loopback,

@@ -46,9 +46,9 @@ class ParamRows(NamedTuple):
 
 
 class GatherCodec(Protocol):
-    """Protocol for codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
+    """Protocol for codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``Codecs(gather=...)``.
 
-    ``shard_model(hop2_codec=...)`` uses the same methods for gradients between nodes. A shard is then the part of a
+    ``Codecs(hop2=...)`` uses the same methods for gradients between nodes. A shard is then the part of a
     gradient that one rank receives, in fp32, and each block is one row of adjacent elements.
 
     A codec has no state. Decoded weights depend only on the encoded bytes, so all ranks decode the same weights.

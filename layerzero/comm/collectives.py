@@ -8,7 +8,7 @@ messages; it wraps its transfers in :func:`launching`, which counts and traces t
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This method sends as
 many bytes as gloo's reduce-scatter and is faster. It adds in the accumulator's precision regardless of the wire dtype,
 and returns bitwise identical results on every run. Other backends use their own reduce-scatter, which adds in the wire
-dtype, unless `reduce_scatter_with_fp32_accumulation` is set. Ranks that share memory read the pieces in place and add
+dtype, unless `fp32_accumulation` is set. Ranks that share memory read the pieces in place and add
 them in the same order, so the results are bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: Unequal parts]

@@ -144,7 +144,7 @@ class DeviceBufferPool(BufferPool):
     Buffers come from torch's caching allocator and belong to the stream that was current when the pool was created,
     which is the stream of the computation. At the end of a backward pass, :meth:`trim` returns them to the allocator.
     The memory can then hold activations. After a backward pass inside no_sync, whose reductions are still in flight,
-    and after a refresh with `offload_params`, :meth:`trim` is called in the middle of the next forward pass.
+    and after a refresh with `Offload.params`, :meth:`trim` is called in the middle of the next forward pass.
 
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
     an event. While all buffers together are smaller than `predicted_bytes`, :meth:`acquire` allocates new memory and

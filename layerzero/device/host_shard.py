@@ -1,7 +1,7 @@
 """Keep ZeRO-3 shards in host memory and copy them to and from the device.
 
 [Note: Weights in host memory]
-If `offload_params` is True, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of
+If `Offload.params` is True, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of
 the full buffer on a copy stream, and is then launched from that stream. Therefore the computation waits for the copy
 and the gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied
 to the host. The stream that launches the refresh waits for this copy, so that the next handle can reuse the scratch

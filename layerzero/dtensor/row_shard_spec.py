@@ -138,7 +138,7 @@ class RowShardSpec:
 
         `local` contains this rank's rows. Every data-parallel rank must call this method.
         """
-        local = local.to(self.mesh_info.device)  # with offload_optimizer, the rows are in host memory
+        local = local.to(self.mesh_info.device)  # with Offload(optimizer=True), the rows are in host memory
         max_rows = max(self.row_counts)
         evenly = self.mesh_info.data_parallel * max_rows <= 2 * self.num_rows
         full = self._gather_padded(local, max_rows) if evenly else self._gather_from_holders(local)

@@ -1,7 +1,7 @@
 """Keep gradient accumulators in pinned host memory between the backward passes of a step.
 
 [Note: Two slabs]
-If `offload_grads` is True, accumulators are in pinned host memory. During the backward pass of a unit, its accumulators
+If `Offload.grads` is True, accumulators are in pinned host memory. During the backward pass of a unit, its accumulators
 are in a slab. A slab is device memory that is large enough for the accumulators of any unit. One of the two slabs
 serves the unit whose backward pass is running. The other slab serves a neighboring unit, whose accumulators are copied
 to or from the host meanwhile. A unit that needs a slab and has none is assigned the least recently used slab. Before

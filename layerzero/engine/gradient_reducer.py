@@ -1,7 +1,7 @@
 """Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
 Hop 1 reduces full gradients inside a ZeRO-3 group. Hop 2 reduces the sums of the groups (ZeRO-3 gradient shards) and
-usually crosses nodes. It sends `replica_reduce_dtype`, which is `reduce_dtype` by default, or messages of `hop2_codec`.
+usually crosses nodes. It sends `replica_reduce_dtype`, which is `reduce_dtype` by default, or messages of a codec.
 The mean is taken once, when the result of the last hop is added to the final gradient. ReductionSpec in
 reduction_spec.py decides this and the exceptions ([Note: Dtype of full gradients], [Note: Division of gradients]).
 """
@@ -165,7 +165,7 @@ class GradientReducer:
             if not gradients.incoming.storage.lasting:
                 raise RuntimeError(
                     f"main_grad of {handle.members[slot].name!r} was read outside of the backward. With "
-                    "offload_grads=True or offload_optimizer=True its memory may move before the backward. Read "
+                    "Offload(grads=True) or Offload(optimizer=True) its memory may move before the backward. Read "
                     "main_grad in the backward"
                 )
             if self._status is GradientStatus.INVALID:

@@ -27,7 +27,7 @@ accumulator if the accumulator is large enough. This is the case if all ZeRO-1 s
 passes inside no_sync then set the final gradient aside, because other reductions do not write to the accumulator.
 
 [Note: Optimizer on the host]
-If `offload_optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
+If `Offload.optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
 the CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device and copied to
 the host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both
 copies overlap with other work, and streams wait for them. Before the host reads a gradient, it waits for the copy. The

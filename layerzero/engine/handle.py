@@ -365,6 +365,12 @@ class Handle:
         self.gradients.inspector = self._inspector
         self.grads = GradAttribute(self.members, self.gradients)
 
+    def set_divide_factor(self, factor: float) -> None:
+        """Divide the sum of all ranks' gradients by `factor` in later backward passes."""
+        self.reduction_spec = self.reduction_spec.with_divide_factor(factor)
+        if self.gradients is not None:
+            self.gradients.set_spec(self.reduction_spec)
+
     @property
     def inspector(self) -> Inspect | None:
         """Callback that receives this rank's gradients, by slot, before they are sent."""

@@ -93,9 +93,7 @@ class HandleGradients:
         mesh: MeshResources,
         to_host: HostDeviceCopies | None = None,
     ) -> None:
-        self.spec = spec
-        self._accumulating = spec.stages_between(spec.incoming_extent, spec.accumulator_extent)
-        self._rest = spec.stages_between(spec.accumulator_extent, Extent.ZERO1)
+        self.set_spec(spec)
         self.label = label
         self.mesh_info = mesh.mesh_info
         self.transport = mesh.transport
@@ -119,6 +117,12 @@ class HandleGradients:
         self._residual_state = ResidualState.PENDING
         self._live_slots: set[int] = set()  # slots whose gradients were not dropped since the errors were stored
         self.inspector: Inspect | None = None  # called with incoming gradients by slot, before they are sent
+
+    def set_spec(self, spec: ReductionSpec) -> None:
+        """Use a spec that differs from the previous one only in its scales. There are no accumulated gradients."""
+        self.spec = spec
+        self._accumulating = spec.stages_between(spec.incoming_extent, spec.accumulator_extent)
+        self._rest = spec.stages_between(spec.accumulator_extent, Extent.ZERO1)
 
     @property
     def replica_part_sizes(self) -> tuple[int, ...] | None:

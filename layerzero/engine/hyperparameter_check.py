@@ -2,13 +2,14 @@
 
 [Note: Digest of optimizer settings]
 Each backward pass that reduces gradients sends one byte per parameter, along one mesh axis after the other. The message
-contains sixteen more bytes: a digest of the settings of the optimizers that have stepped and of the number of steps,
-and its complement. The digests differ if their maximum over all ranks is not the complement of the maximum of the
-complements. Ranks read the bytes at the end of the next such backward pass. They then send the maximum over the first
-axis along the second axis. The bytes have arrived by then, so ranks do not wait. All ranks compute the same result in
-the same backward pass. If the digests differ, this pass sends the settings. If the settings differ, the next optimizer
-step raises. Until then, the ranks take one step per axis, and possibly one more, with different settings. If the
-numbers of steps differ, the ranks do not step at the same point of the program, so the backward pass raises.
+contains sixteen more bytes: a digest of the settings of the optimizers that have stepped, of the divisors that
+:func:`set_gradient_divide_factor` has set and of the number of steps, and its complement. The digests differ if their
+maximum over all ranks is not the complement of the maximum of the complements. Ranks read the bytes at the end of the
+next such backward pass. They then send the maximum over the first axis along the second axis. The bytes have arrived by
+then, so ranks do not wait. All ranks compute the same result in the same backward pass. If the digests differ, this
+pass sends the settings. If the settings differ, the next optimizer step raises. Until then, the ranks take one step per
+axis, and possibly one more, with different settings. If the numbers of steps differ, the ranks do not step at the same
+point of the program, so the backward pass raises.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from layerzero.comm.observers import StepObserver
 __all__ = ["DIGEST_BYTES", "HyperparameterCheck"]
 
 DIGEST_BYTES = 16  # one half for the digest, one half for its complement
+_DIVISOR = "gradient_divide_factor of unit "  # begins the names of divisors
 Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group
 
 
@@ -43,6 +45,7 @@ class HyperparameterCheck(StepObserver):
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._last_digest = b""  # digest of `_last`
+        self._divisors: dict[str, float] = {}  # divisors of gradients that were set, by name of the unit
         self._steps = 0  # number of steps of all optimizers
         axes = len(model_ranks.control_comms)
         self._max_digests = LateMaximum(axes, DIGEST_BYTES)
@@ -58,6 +61,10 @@ class HyperparameterCheck(StepObserver):
         self._steps += 1
         if not any(stepped() is optimizer for stepped in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
+
+    def note_divisors(self, divisors: Mapping[str, float]) -> None:
+        """Record divisors of gradients, by name of the unit."""
+        self._divisors |= divisors
 
     def digests(self) -> list[Tensor]:
         """Return the messages to send next, one for each axis, uint8 [DIGEST_BYTES] each."""
@@ -90,7 +97,9 @@ class HyperparameterCheck(StepObserver):
         if not optimizers or any(optimizer is None for optimizer in optimizers):
             self._last = []
             return bytes(DIGEST_BYTES)
-        last = [optimizer.comparable_settings() for optimizer in optimizers if optimizer is not None]
+        last: list[Settings] = [optimizer.comparable_settings() for optimizer in optimizers if optimizer is not None]
+        if self._divisors:
+            last.append([[(f"{_DIVISOR}{name!r}", value) for name, value in sorted(self._divisors.items())]])
         if last != self._last:
             self._last, self._last_digest = last, hashlib.blake2b(json.dumps(last).encode()).digest()
         text = self._last_digest + self._steps.to_bytes(8, "big")
@@ -135,7 +144,7 @@ def _describe_settings(optimizers_by_rank: Mapping[int, list[Settings]]) -> str:
                 for name, value in group:
                     values_by_setting[index, number, name][json.dumps(value)].append(rank)
     classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
-    several = len({index for index, _, _ in values_by_setting}) > 1
+    several = len({index for index, _, name in values_by_setting if not name.startswith(_DIVISOR)}) > 1
     lines = [
         f"the class of {f'optimizer {index}' if several else 'the optimizer'} is {format_values(values)}"
         for index, values in classes.items()
@@ -144,5 +153,6 @@ def _describe_settings(optimizers_by_rank: Mapping[int, list[Settings]]) -> str:
         differ = len(values) > 1 or sum(map(len, values.values())) < len(optimizers_by_rank)
         if differ and index not in classes and name != "class":
             optimizer = f" of optimizer {index}" if several else ""
-            lines.append(f"{name!r} of parameter group {number}{optimizer} is {format_values(values)}")
+            label = name if name.startswith(_DIVISOR) else f"{name!r} of parameter group {number}{optimizer}"
+            lines.append(f"{label} is {format_values(values)}")
     return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")

@@ -31,7 +31,7 @@ with one micro-batch gives the same bits as without the setting.
 [Note: Dtype of full gradients]
 Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward pass
 sends its gradients ("sharded" and "local") and the receiving rank adds the parts of the first hop in fp32 (on gloo, in
-shared memory, or with `reduce_scatter_with_fp32_accumulation`). The sum is bitwise identical to a sum of fp32 messages,
+shared memory, or with `fp32_accumulation`). The sum is bitwise identical to a sum of fp32 messages,
 but requires half the memory and half the traffic. If the backend adds the messages, they are sent in the dtype of the
 addition. A gradient may arrive in several parts, as with reentrant checkpoints. The parts are then added in the compute
 dtype. Autograd does the same for a parameter with several uses.
@@ -49,8 +49,10 @@ arrive.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -85,6 +87,8 @@ class ReductionSpec:
     incoming_scale: float  # factor applied to incoming gradients; see [Note: Division of gradients]
     # Dtype of an accumulator that is separate from the buffers of reductions, or None if there is none.
     separate_dtype: torch.dtype | None = None
+    # Returns this spec with another divisor, which is the argument `divide_factor`.
+    replan: Callable[..., ReductionSpec] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def plan(
@@ -108,8 +112,17 @@ class ReductionSpec:
             adds_hop2: the same as `adds_hop1`, for hop 2.
             hop2_codec: codec of the messages of hop 2. Each rank then decodes the parts and adds them in fp32.
         """
+        replan = functools.partial(
+            cls.plan,
+            grid,
+            precision,
+            accumulation=accumulation,
+            adds_hop1=adds_hop1,
+            adds_hop2=adds_hop2,
+            hop2_codec=hop2_codec,
+        )
         if grid.data_parallel == 1:
-            return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
+            return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor, replan=replan)
         if hop2_codec is not None and grid.replicas > 1:
             precision, adds_hop2 = replace(precision, replica_reduce=precision.master), True
         has_hop1 = grid.zero3_size > 1
@@ -146,8 +159,14 @@ class ReductionSpec:
         if sends_each:
             accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
             separate = None if accumulator is Extent.ZERO1 else precision.accumulator
-            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor, separate)
-        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / incoming_divisor, precision.accumulator)
+            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor, separate, replan)
+        separate, scale = precision.accumulator, 1.0 / incoming_divisor
+        return cls(Extent.FULL, Extent.FULL, stages, precision.master, scale, separate, replan)
+
+    def with_divide_factor(self, divide_factor: float) -> ReductionSpec:
+        """Return this spec with another divisor. Extents and dtypes do not change."""
+        assert self.replan is not None
+        return self.replan(divide_factor=divide_factor)
 
     def stages_between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """Return the stages that reduce the extent `start` to the smaller extent `stop`."""

@@ -146,7 +146,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
     # See [Note: The final gradient inside the ZeRO-3 gradient shard] in engine/gradient_storage.py.
     inside_zero3_shard = (
         handle.reduction_spec.accumulator_extent is Extent.ZERO3
-        and not config.offload_grads
+        and not config.offload.grads
         and not in_host
         and not handle.set_aside
         and own_bytes <= grid.numel(handle.layout, Extent.ZERO3) * handle.accumulator_dtype.itemsize
@@ -174,7 +174,7 @@ def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
 
 def _refresh_state_bytes(handle: HandleSpec, grid: ShardGrid, config: LayerZeroConfig) -> int:
     """Return the size of the last changes of weights, from which lossless refreshes are predicted."""
-    codec = config.refresh_codec
+    codec = config.codecs.refresh
     if not handle.encodes_refresh or codec is None or not (isinstance(codec, str) or codec.predicts):
         return 0
     return grid.numel(handle.layout, Extent.ZERO3) * torch.int16.itemsize
@@ -191,4 +191,4 @@ def _accumulator_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tu
         ]
         for unit in units
     ]
-    return accumulator_bytes(sizes, offloaded=config.offload_grads)
+    return accumulator_bytes(sizes, offloaded=config.offload.grads)

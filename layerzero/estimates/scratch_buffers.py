@@ -99,7 +99,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         handle
         for handle in two_stage
         if handle.reduction_spec.stages[1].wire_dtype != handle.precision.master
-        or (handle not in transient and config.offload_grads)
+        or (handle not in transient and config.offload.grads)
     ]
     for size, members in _group_by_size(
         rounded, lambda handle: (zero3[id(handle)], handle.reduction_spec.stages[1].wire_dtype)
@@ -116,7 +116,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         if handle.encodes_refresh
     ]
     plan.scratch.update(_max_buffers_in_use(encoded, REFRESHES_IN_FLIGHT))
-    if config.offload_optimizer:  # final gradients, which are summed before they are copied
+    if config.offload.optimizer:  # final gradients, which are summed before they are copied
         final = [handle for handle in handles if handle.trainable]
         rank = {id(handle): where.grid.numel(handle.layout, Extent.ZERO1) for handle in final}
         for size, members in _group_by_size(final, lambda handle: (rank[id(handle)], handle.precision.master)).items():
@@ -155,7 +155,7 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, trai
 def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits) -> list[Size]:
     """Return the sizes of the scratch buffers that the reduction of a handle on a device uses."""
     spec, master, sizes = handle.reduction_spec, handle.precision.master, []
-    if config.offload_optimizer:  # the final gradient, which is summed on the device before it is copied to the host
+    if config.offload.optimizer:  # the final gradient, which is summed on the device before it is copied to the host
         sizes.append((traits.grid.numel(handle.layout, Extent.ZERO1), master))
     for index, stage in enumerate(spec.stages):
         sent_size = traits.grid.numel(handle.layout, stage.source), stage.wire_dtype
@@ -163,7 +163,7 @@ def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, traits: RankTr
         is_scratch = stage.source is not spec.accumulator_extent or spec.separate_dtype is not None
         if is_scratch:
             sizes.append((sent_size[0], dtype))
-        if dtype != stage.wire_dtype or (index and not is_scratch and config.offload_grads):
+        if dtype != stage.wire_dtype or (index and not is_scratch and config.offload.grads):
             sizes.append(sent_size)
         sizes += _receive_sizes(handle, index, traits)
     return sizes

@@ -29,7 +29,7 @@ class RankTraits:
     grid: ShardGrid
     transport: TransportTraits  # traits of the ZeRO-3 group's transport
     # True if this rank receives the parts of all ranks in hop 2 and adds them: on gloo, or with
-    # `reduce_scatter_with_fp32_accumulation`.
+    # `fp32_accumulation`.
     adds_hop2: bool
     on_device: bool  # True if the rank computes on an accelerator with its own streams and memory
     weights_in_host: bool = False  # True if ZeRO-3 shards are in host memory
@@ -70,7 +70,7 @@ class HandleSpec:
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
         """Return whether hop 1 sends directly from an accumulator that stays allocated between steps."""
-        return self.reduction_spec.sends_accumulator and not config.offload_grads
+        return self.reduction_spec.sends_accumulator and not config.offload.grads
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import LayerZeroConfig, register_forward_method, shard_model
-from layerzero.config.yaml_file import read_settings, translate
+from layerzero import LayerZeroConfig, PrecisionPolicy, register_forward_method, shard_model
 from layerzero.extend import AUTO, Policy, Units, block_classes, get_state
+from layerzero.integrations.yaml_file import read_settings, translate
 
 __all__ = ["StrategyMixin", "is_sharded", "merge_settings", "model_of", "shard"]
 
@@ -134,6 +134,8 @@ def _merge_precision(policy: Policy | None, mixed_precision: torch.dtype | None)
         return policy or MixedPrecisionPolicy()
     if policy is None:
         return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+    if isinstance(policy, PrecisionPolicy) and policy.torch_policy == MixedPrecisionPolicy():
+        policy = replace(policy, reduce_dtype=torch.float32)
     if policy.param_dtype not in (None, mixed_precision):
         raise ValueError(
             f"the loop computes in {mixed_precision}, but mp_policy.param_dtype is {policy.param_dtype}. Set one of "

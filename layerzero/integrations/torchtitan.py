@@ -23,8 +23,8 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
-from layerzero import ShardedOptimizer, no_sync, shard_optimizer
-from layerzero.extend import get_state
+from layerzero import PrecisionPolicy, ShardedOptimizer, no_sync, shard_optimizer
+from layerzero.extend import get_state, set_gradient_divide_factor
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
@@ -117,13 +117,19 @@ def parallelize(
     derived = {
         "mesh": _mesh_of(parallel_dims),
         "units": _unit_selector(model, parallel_dims),
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-        "gradient_divide_factor": 1.0,
+        "mp_policy": replace(
+            PrecisionPolicy.of(given_settings.get("mp_policy")),
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,
+        ),
         "reshard_after_forward": _reshard_setting(parallelism.fsdp_reshard_after_forward, parallel_dims),
         "param_init_fn": lambda module: None,  # torchtitan initializes afterwards, with equal values on all ranks
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
-    return shard(model, {**given_settings, **derived})
+    sharded = shard(model, {**given_settings, **derived})
+    set_gradient_divide_factor(sharded, 1.0)  # torchtitan divides losses by the tokens of all ranks
+    return sharded
 
 
 _NOT_HERE = {
@@ -132,9 +138,7 @@ _NOT_HERE = {
     ),
     **dict.fromkeys(("ignored_modules", "ignored_params"), "torchtitan's trainer does not average gradients"),
     **dict.fromkeys(("param_init_fn", "sync_module_states"), "torchtitan initializes the parameters"),
-    "mp_policy": "mixed_precision_param and mixed_precision_reduce determine it",
     "reshard_after_forward": "fsdp_reshard_after_forward determines it",
-    "gradient_divide_factor": "torchtitan divides losses by the tokens of all ranks",
     "units": "the units are the layers, the embedding and the head",
 }
 
@@ -143,6 +147,15 @@ def _read_settings(config_file: str | None = None, **settings: Any) -> dict[str,
     values = merge_settings(config_file, **settings)
     if names := sorted(_NOT_HERE.keys() & values.keys()):
         raise ValueError(f"{names[0]} is not supported with torchtitan: {_NOT_HERE[names[0]]}. Leave it out")
+    policy = values.get("mp_policy")
+    if policy is not None and (
+        not isinstance(policy, PrecisionPolicy) or policy.torch_policy != MixedPrecisionPolicy()
+    ):
+        raise ValueError(
+            "mp_policy is not supported with torchtitan: mixed_precision_param and mixed_precision_reduce determine "
+            "its dtypes. Pass only fields that torch's policy does not have: layerzero.PrecisionPolicy("
+            "replica_reduce_dtype=...)"
+        )
     return values
 
 
@@ -167,8 +180,8 @@ def _refuse_unsupported(
         )
     if training.enable_cpu_offload:
         raise ValueError(
-            "training.enable_cpu_offload is not supported. Leave it out. with_layerzero(..., offload_optimizer=True) "
-            "stores all tensors except the compute weights in host memory"
+            "training.enable_cpu_offload is not supported. Leave it out. with_layerzero(..., "
+            "offload=layerzero.Offload(optimizer=True)) stores all tensors except the compute weights in host memory"
         )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError("parallelism.enable_fsdp_symm_mem applies to collectives of FSDP2 only. Leave it out")

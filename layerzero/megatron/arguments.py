@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import LayerZeroConfig
-from layerzero.config.yaml_file import has_names_of_mindspeed
+from layerzero import LayerZeroConfig, PrecisionPolicy
 from layerzero.extend import require_equal
+from layerzero.integrations.yaml_file import has_names_of_mindspeed
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 
 __all__ = ["ParsedArguments", "add_arguments", "settings_from_arguments"]
@@ -78,11 +79,6 @@ def _translate_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArg
         )
     config = LayerZeroConfig() if args.layerzero_config is None else LayerZeroConfig.from_yaml(args.layerzero_config)
     settings = config.arguments()
-    if settings.pop("gradient_divide_factor") is not None:
-        raise ValueError(
-            "gradient_divide_factor in --layerzero-config is not supported, because --calculate-per-token-loss "
-            "determines it. Remove the setting"
-        )
     units = settings.pop("units") or ()
     size = settings.pop("zero3_size")
     if size is None:
@@ -90,9 +86,7 @@ def _translate_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArg
     elif has_names_of_mindspeed(args.layerzero_config):
         size = _zero3_size_without_tensor_parallel(size, args.tensor_model_parallel_size, len(data_parallel))
     refuse_fusion(args, size, **settings)
-    policy = _policy(settings.pop("mp_policy"), args)
-    if policy is not None:
-        settings["mp_policy"] = policy
+    settings["mp_policy"] = _policy(settings["mp_policy"], args)
     return ParsedArguments(
         {
             **settings,
@@ -137,16 +131,16 @@ def _zero3_size_without_tensor_parallel(size: int, tensor: int, data_parallel: i
     return zero3_size
 
 
-def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
-    """Return the policy to pass to :func:`wrap`. If the user set no policy, return None; `wrap` then chooses one.
+def _policy(policy: PrecisionPolicy, args: Namespace) -> PrecisionPolicy:
+    """Return the policy to pass to :func:`wrap`, which chooses the fields of torch's policy if none of them is set.
 
     ``cast_forward_inputs`` is False because Megatron's ``Float16Module`` casts inputs and outputs.
     """
-    if policy == MixedPrecisionPolicy():
-        return None
+    if policy.torch_policy == MixedPrecisionPolicy():
+        return policy
     if policy.param_dtype not in (None, args.params_dtype):
         raise ValueError(
             f"param_dtype in --layerzero-config is {policy.param_dtype}, but Megatron computes in {args.params_dtype}. "
             "Remove param_dtype, and set the compute dtype with --bf16 or --fp16"
         )
-    return MixedPrecisionPolicy(args.params_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    return replace(policy, param_dtype=args.params_dtype, output_dtype=None, cast_forward_inputs=False)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from layerzero import Offload, PrecisionPolicy
 from layerzero.extend import Accumulation, accumulates_full_gradients
 from layerzero.megatron.default_units import is_expert_parallel, only_experts
 
@@ -77,10 +78,10 @@ _LOOP = (
     _Rule("num_distributed_optimizer_instances", "is replaced by zero3_size of --layerzero-config; leave it out", (1,)),
     _Rule("optimizer_cpu_offload", "configures Megatron's optimizer; use the offloads of --layerzero-config"),
     _Rule("use_precision_aware_optimizer", "rounds optimizer states, which layerzero stores in fp32; leave it out"),
-    _Rule("grad_reduce_in_bf16", "is replaced by reduce_dtype of --layerzero-config; leave it out"),
+    _Rule("grad_reduce_in_bf16", "is replaced by reduce_dtype in mp_policy of --layerzero-config; leave it out"),
     _Rule(
         "ddp_reduce_scatter_with_fp32_accumulation",
-        "is replaced by reduce_scatter_with_fp32_accumulation of --layerzero-config; leave it out",
+        "is replaced by fp32_accumulation in mp_policy of --layerzero-config; leave it out",
     ),
     _Rule("check_for_large_grads", "reads buffers of Megatron's wrapper; leave it out"),
     _Rule("qk_clip", _FULL_WEIGHTS),
@@ -152,8 +153,8 @@ def refuse_fusion(
     zero3_size: int,
     *,
     accumulation: Accumulation,
-    accumulation_dtype: object = None,
-    offload_grads: object = False,
+    mp_policy: object = None,
+    offload: Any = None,
     **unused: object,
 ) -> None:
     """Raise ValueError if Megatron's gradient accumulation fusion is on, and other settings do not allow it.
@@ -161,7 +162,7 @@ def refuse_fusion(
     Args:
         config: TransformerConfig, or Megatron-LM's arguments, where the fusion is on by default.
         zero3_size: size of the ZeRO-3 groups.
-        accumulation, accumulation_dtype, offload_grads: as in :func:`layerzero.shard_model`.
+        accumulation, mp_policy, offload: as in :func:`layerzero.shard_model`.
         unused: other settings of :func:`layerzero.shard_model`.
     """
     if not getattr(config, "gradient_accumulation_fusion", False):
@@ -171,15 +172,15 @@ def refuse_fusion(
         reason = (
             'adds to full gradients between micro-batches. Use accumulation="full", or "sharded" with zero3_size=1, or'
         )
-    elif accumulation_dtype is not None:
+    elif isinstance(mp_policy, PrecisionPolicy) and mp_policy.accumulation_dtype is not None:
         reason = (
             "and accumulation_dtype exclude each other, because the fusion adds to main_grad in fp32, and the last "
             "micro-batch is not added to the accumulator. Remove accumulation_dtype, or"
         )
-    elif offload_grads:
+    elif Offload.of(offload).grads:
         reason = (
-            "and offload_grads=True exclude each other, because the fusion uses main_grad from the forward to the "
-            "backward, and offloading may move it. Remove offload_grads, or"
+            "and Offload(grads=True) exclude each other, because the fusion uses main_grad from the forward to the "
+            "backward, and offloading may move it. Remove grads, or"
         )
     if reason is not None:
         raise ValueError(

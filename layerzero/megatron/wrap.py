@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import mesh_from_groups, shard_model
-from layerzero.extend import Accumulation, Units, get_state
+from layerzero import PrecisionPolicy, mesh_from_groups, shard_model
+from layerzero.extend import Accumulation, Policy, Units, get_state, set_gradient_divide_factor
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
@@ -34,7 +34,7 @@ def wrap(
     zero3_size: int | None = None,
     groups: ProcessGroups | None = None,
     units: Units = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: Policy | None = None,
     accumulation: Accumulation = "sharded",
     align_grad_reduce: bool = False,
     align_param_refresh: bool = False,
@@ -57,8 +57,9 @@ def wrap(
         units: as in :func:`layerzero.shard_model`. Names begin with ``module.``. If None, the units are the transformer
             and Mamba layers, the word embeddings and the output layer. A warning then lists the classes and the total
             size of layers that are not units. Modules that have only expert-parallel parameters are always units.
-        mp_policy: mixed-precision policy. If None, the model computes in the 16-bit dtype of `config`, and gradients
-            are reduced in fp32. If `config` has no 16-bit dtype, the dtype of the parameters is used.
+        mp_policy: mixed-precision policy. If it sets no field of torch's ``MixedPrecisionPolicy``, the model computes
+            in the 16-bit dtype of `config`, and gradients are reduced in fp32. If `config` has no 16-bit dtype, the
+            dtype of the parameters is used.
         accumulation: as in :func:`layerzero.shard_model`. `config.gradient_accumulation_fusion` needs ``"full"``, or
             ``"sharded"`` with a ZeRO-3 size of 1.
         align_grad_reduce: if True, all stages after the first reduce their gradients at the same time, in the pipeline
@@ -69,8 +70,7 @@ def wrap(
         check_for_nan_in_grad: if True, all ranks raise an error before a step if a gradient is NaN or infinite. The
             error names the rank and the parameter. If the loss scale is dynamic, such a step is skipped instead. This
             argument corresponds to Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
-        **settings: other settings of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`,
-            `replica_reduce_dtype`, ...
+        **settings: other settings of :func:`layerzero.shard_model`: `prefetch`, `offload`, `codecs`, ...
 
     Returns:
         The sharded chunks. Pass them to the schedule and to :class:`ShardedMegatronOptimizer`.
@@ -86,7 +86,7 @@ def wrap(
     if groups is None:
         assert zero3_size is not None
         groups = process_groups(zero3_size)
-    refuse_fusion(config, groups.zero3.size(), accumulation=accumulation, **settings)
+    refuse_fusion(config, groups.zero3.size(), accumulation=accumulation, mp_policy=mp_policy, **settings)
     mesh = _meshes(groups)
     chunks = []
     for module in modules:
@@ -99,11 +99,12 @@ def wrap(
             chunk,
             mesh=mesh,
             units=_with_experts(unit_selection, chunk, groups),
-            mp_policy=mp_policy or _policy(config),
+            mp_policy=_policy(mp_policy, config),
             accumulation=accumulation,
-            gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
             **settings,
         )
+        if config.calculate_per_token_loss:
+            set_gradient_divide_factor(chunk, 1.0)
         if check_for_nan_in_grad:
             chunk.own_gradients = LocalGradientCheck(get_state(chunk).handles)
         chunks.append(chunk)
@@ -167,10 +168,17 @@ def _set_config_functions(
     config.finalize_model_grads_func = FinalizeGradients(config, groups)
 
 
-def _policy(config: Any) -> MixedPrecisionPolicy:
+def _policy(given: Policy | None, config: Any) -> Policy:
+    """Return `given`, or a policy for the dtype of `config` if `given` sets no field of torch's policy."""
+    if isinstance(given, PrecisionPolicy):
+        if given.torch_policy != MixedPrecisionPolicy():
+            return given
+    elif given is not None:
+        return given
     compute_dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
     # Megatron casts the inputs of a chunk. Some inputs, such as rotary embeddings, must stay in fp32.
-    return MixedPrecisionPolicy(
+    return PrecisionPolicy.of(
+        given,
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32 if compute_dtype is not None else None,
         cast_forward_inputs=False,

@@ -341,13 +341,13 @@ def _require_movable(lz_state: LayerZeroState, moved: Iterable[Handle], owned: s
     """Raise an error if a view, a gradient or optimizer state refers to rows that will move.
 
     Raises:
-        NotImplementedError: `offload_optimizer` is set.
+        NotImplementedError: `Offload.optimizer` is set.
         RuntimeError: a view is active, a parameter has a gradient, or an optimizer has state for a parameter.
     """
-    if lz_state.config.offload_optimizer:
+    if lz_state.config.offload.optimizer:
         raise NotImplementedError(
-            "offload_optimizer=True supports only optimizers that update rows, but this optimizer needs full "
-            "parameters. Use offload_optimizer=False, or an element-wise optimizer"
+            "Offload(optimizer=True) supports only optimizers that update rows, but this optimizer needs full "
+            "parameters. Use Offload(optimizer=False), or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
     if lz_state.status.active_views:

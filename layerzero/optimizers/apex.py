@@ -112,9 +112,9 @@ def refuse_apex_offload(optimizer: Optimizer) -> None:
     """Raise NotImplementedError for Apex optimizers, because their kernels cannot update masters in host memory."""
     if (kind := apex_class(optimizer)) is not None:
         raise NotImplementedError(
-            f"NVIDIA Apex's {kind.__name__} cannot be used with offload_optimizer=True: its kernels need CUDA, but the "
-            "masters are in host memory. Use torch.optim.AdamW(fused=True) or another optimizer of torch, or set "
-            "offload_optimizer=False"
+            f"NVIDIA Apex's {kind.__name__} cannot be used with Offload(optimizer=True): its kernels need CUDA, but "
+            "the masters are in host memory. Use torch.optim.AdamW(fused=True) or another optimizer of torch, or set "
+            "Offload(optimizer=False)"
         )
 
 

@@ -106,7 +106,7 @@ def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.R
         for model_parallel, shard in gradients
         if shard.numel() and (model_parallel is None or model_parallel.is_primary_copy)
     ]
-    # With offload_optimizer, shards are in host memory, but communicators need tensors on the device.
+    # With Offload(optimizer=True), shards are in host memory, but communicators need tensors on the device.
     device = lz_state.mesh_info.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:

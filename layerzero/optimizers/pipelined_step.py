@@ -4,7 +4,7 @@
 The refresh of a handle needs only the masters of this handle. Therefore masters are updated a few handles at a time, in
 the order in which the next forward needs the weights. The refresh of each part is launched right after the part's
 update. Only the update of the first part does not overlap with a refresh. The overlap matters most if
-`offload_optimizer` is True, because the host then updates the masters. There are only a few parts, because each part
+`Offload.optimizer` is True, because the host then updates the masters. There are only a few parts, because each part
 needs one optimizer call on the host.
 """
 
@@ -41,7 +41,7 @@ def update_params(
         refresh: round in which the refreshes of handles are launched, or None if refreshes are launched later.
         take_step: function that steps `inner`.
     """
-    has_transfers = lz_state.config.offload_optimizer or any(
+    has_transfers = lz_state.config.offload.optimizer or any(
         handle.mesh_info.replicas > 1 for handle in lz_state.handles
     )
     with lz_state.observer.during("update", "optimizer"):

@@ -125,7 +125,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         )
     lz_state = get_state(model)
     full_param_kinds = kinds_that_need_full_params(optimizer, lz_state.mesh_info.device, elementwise)
-    if lz_state.config.offload_optimizer:
+    if lz_state.config.offload.optimizer:
         refuse_apex_offload(optimizer)
     return ShardedOptimizer(optimizer, lz_state, full_param_kinds)
 

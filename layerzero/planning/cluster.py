@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from layerzero.config.yaml_file import read_yaml
+from layerzero.integrations.yaml_file import read_yaml
 from layerzero.planning.simulator import SimMachine
 
 __all__ = ["Cluster"]

@@ -10,13 +10,12 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import ParamRows
-from layerzero.config import LayerZeroConfig
-from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
+from layerzero.config import Codecs, LayerZeroConfig, Offload, PrecisionPolicy
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes
 from layerzero.estimates.specs import UnitSpec
+from layerzero.integrations.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.meta_sharding import MetaSharding, traits_of
@@ -293,15 +292,18 @@ class Estimator:
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
-            mp_policy=MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=choice.reduce_dtype),
+            mp_policy=PrecisionPolicy(
+                param_dtype=self.param_dtype,
+                reduce_dtype=choice.reduce_dtype,
+                replica_reduce_dtype=choice.replica_reduce_dtype,
+                accumulation_dtype=choice.accumulation_dtype,
+            ),
             accumulation=choice.accumulation,
-            offload_grads=choice.offload_grads,
-            offload_optimizer=choice.offload_optimizer,
-            offload_params=choice.offload_params,
-            replica_reduce_dtype=choice.replica_reduce_dtype,
-            accumulation_dtype=choice.accumulation_dtype,
-            hop2_codec=None if choice.hop2_codec is None else HOP2_CODECS[choice.hop2_codec],
-            refresh_codec=None if choice.refresh_codec is None else NAMED_REFRESH_CODECS[choice.refresh_codec],
+            offload=Offload(choice.offload_grads, choice.offload_optimizer, choice.offload_params),
+            codecs=Codecs(
+                hop2=None if choice.hop2_codec is None else HOP2_CODECS[choice.hop2_codec],
+                refresh=None if choice.refresh_codec is None else NAMED_REFRESH_CODECS[choice.refresh_codec],
+            ),
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
@@ -334,7 +336,7 @@ class Estimator:
     def _memory_of_units(self, choice: Candidate) -> tuple[dict[str, int], int]:
         config, units = self.config(choice), self.unit_specs(choice)
         estimate = estimate_memory(units, config)
-        optimizer_kind = "host_optimizer" if config.offload_optimizer else "optimizer"
+        optimizer_kind = "host_optimizer" if config.offload.optimizer else "optimizer"
         memory = {**estimate.kinds, optimizer_kind: optimizer_bytes(units, _STATE)}
         return memory, estimate.peak + memory.get("optimizer", 0)
 

@@ -16,7 +16,7 @@ from layerzero.comm.transport.selection import process_group_traits
 from layerzero.config import LayerZeroConfig
 from layerzero.estimates.specs import RankTraits, UnitSpec
 from layerzero.layout.shard_grid import ShardGrid
-from layerzero.sharding.build_units import plan_handles
+from layerzero.sharding.build_units import plan_handles, settings_of_units
 from layerzero.sharding.unit_selection import partition
 
 __all__ = ["MetaSharding", "traits_of"]
@@ -62,9 +62,9 @@ class MetaSharding:
     def unit_specs(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
         """Return the specs of all units on one rank. The root is the first unit."""
         ranks, specs = where.grid.data_parallel, []
-        for plan in self.plans:
-            module = plan.called[0]
-            handles = plan_handles(plan, config, where, averaged=ranks, has_model_parallel_spec=lambda parameter: False)
-            reshards = config.reshards(plan.name, module, where.grid.zero3_size)
-            specs.append(UnitSpec(plan.name, tuple(handles), where, reshards))
+        for plan, chosen in settings_of_units(self.plans, config, zero3_size=where.grid.zero3_size).items():
+            handles = plan_handles(
+                plan, chosen, config, where, averaged=ranks, has_model_parallel_spec=lambda parameter: False
+            )
+            specs.append(UnitSpec(plan.name, tuple(handles), where, chosen.reshards))
         return specs

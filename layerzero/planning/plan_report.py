@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-from layerzero.config import OFFLOADS, LayerZeroConfig
-from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
+import torch
+
+from layerzero.config import LayerZeroConfig
 from layerzero.estimates.memory_estimate import device_bytes
+from layerzero.integrations.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import (
     ALIKE_TEXT,
@@ -49,6 +51,8 @@ __all__ = [
     "speeds_text",
     "yaml_text",
 ]
+
+_OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")  # fields of a candidate
 
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _ONE_UNIT = "the whole model is one unit, so a gather would collect all weights at once; `units` or --unit divides it"
@@ -328,7 +332,7 @@ def _row_data(row: Estimate) -> dict[str, Any]:
         "scheme": choice.scheme,
         "zero3_size": group_size(choice),
         "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
-        "offload": [name for name in OFFLOADS if getattr(choice, name)],
+        "offload": [name for name in _OFFLOADS if getattr(choice, name)],
         "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
         "replica_reduce_dtype": DTYPE_TEXTS[choice.replica_reduce_dtype] or None,
         "accumulation_dtype": DTYPE_TEXTS[choice.accumulation_dtype] or None,
@@ -478,47 +482,51 @@ def settings_text(choice: Candidate) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _settings(plan: Plan) -> dict[str, str]:
+def _settings(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return the recommended settings as in a YAML file, by policy. Settings without a policy have the key ``""``."""
     assert plan.best is not None
     choice = plan.best.choice
-    settings = {"zero3_size": str(choice.zero3_size)}
+    policy: dict[str, torch.dtype | None] = {
+        "param_dtype": plan.estimator.param_dtype,
+        "reduce_dtype": choice.reduce_dtype,
+    }
+    policy |= {"replica_reduce_dtype": choice.replica_reduce_dtype, "accumulation_dtype": choice.accumulation_dtype}
+    others = {"zero3_size": str(choice.zero3_size)}
     if choice.accumulation != "sharded":
-        settings["accumulation"] = choice.accumulation
-    for name in OFFLOADS:
-        if getattr(choice, name):
-            settings[name] = "true"
-    for name in ("replica_reduce_dtype", "accumulation_dtype"):
-        if (dtype := getattr(choice, name)) is not None:
-            settings[name] = DTYPE_TEXTS[dtype]
-    for name in ("hop2_codec", "refresh_codec"):
-        if (codec := getattr(choice, name)) is not None:
-            settings[name] = codec
+        others["accumulation"] = choice.accumulation
     if plan.cluster.device == "cpu":
-        settings["shared_memory"] = '"off"'
-    return settings
+        others["shared_memory"] = '"off"'
+    codecs = {"hop2": choice.hop2_codec, "refresh": choice.refresh_codec}
+    return {
+        "mp_policy": {name: DTYPE_TEXTS[dtype] for name, dtype in policy.items() if dtype is not None},
+        "": others,
+        "offload": {name.removeprefix("offload_"): "true" for name in _OFFLOADS if getattr(choice, name)},
+        "codecs": {name: codec for name, codec in codecs.items() if codec is not None},
+    }
 
 
 def call_text(plan: Plan) -> str:
     """Return source code that calls :func:`layerzero.shard_model` with the recommended settings."""
-    assert plan.best is not None
     codecs = {**HOP2_CODECS, **NAMED_REFRESH_CODECS}
-    quoted = {
-        "accumulation": lambda value: f'"{value}"',
-        **dict.fromkeys(("hop2_codec", "refresh_codec"), lambda value: _codec_text(codecs[value])),
-        **dict.fromkeys(("replica_reduce_dtype", "accumulation_dtype"), lambda value: str(dtype_named("dtype", value))),
-        **dict.fromkeys(OFFLOADS, str.title),
+    texts: dict[str, tuple[str, Callable[[str], str]]] = {
+        "mp_policy": ("layerzero.PrecisionPolicy", lambda value: str(dtype_named("dtype", value))),
+        "offload": ("layerzero.Offload", str.title),
+        "codecs": ("layerzero.Codecs", lambda value: _codec_text(codecs[value])),
     }
-    settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
-    param, reduce = plan.estimator.param_dtype, plan.best.choice.reduce_dtype
-    lines = [f"    {name}={value}," for name, value in settings.items()]
+    lines = []
+    for policy, settings in _settings(plan).items():
+        if not policy:
+            quoted = {name: f'"{value}"' if name == "accumulation" else value for name, value in settings.items()}
+            lines += [f"    {name}={value}," for name, value in quoted.items()]
+        elif settings:
+            kind, text = texts[policy]
+            given = ", ".join(f"{name}={text(value)}" for name, value in settings.items())
+            lines.append(f"    {policy}={kind}({given}),")
     return "\n".join(
         [
-            "from torch.distributed.fsdp import MixedPrecisionPolicy",
-            "",
             "model = layerzero.shard_model(",
             "    model,",
             f"    units={_units(plan, yaml=False)},{_placeholder_comment(plan)}",
-            f"    mp_policy=MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce}),",
             *lines,
             ")",
         ]
@@ -531,11 +539,10 @@ def _codec_text(codec: object) -> str:
 
 def yaml_text(plan: Plan) -> str:
     """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
-    assert plan.best is not None
-    param, reduce = DTYPE_TEXTS[plan.estimator.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
-    policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
-    lines = [f"units: {_units(plan, yaml=True)}{_placeholder_comment(plan)}", f"mp_policy: {policy}"]
-    lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
+    lines = [f"units: {_units(plan, yaml=True)}{_placeholder_comment(plan)}"]
+    for policy, settings in _settings(plan).items():
+        texts = [f"{name}: {value}" for name, value in settings.items()]
+        lines += [f"{policy}: {{{', '.join(texts)}}}"] if policy and texts else texts
     return "\n".join(["# layerzero.yaml", *lines]) + "\n"
 
 

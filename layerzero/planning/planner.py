@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Precision, Units
-from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
 from layerzero.engine.reduction_spec import ReductionSpec
+from layerzero.integrations.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
@@ -22,7 +22,7 @@ from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Es
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
-from layerzero.sharding.build_units import check_codec, check_refresh_dtypes
+from layerzero.sharding.build_units import check_codecs, settings_of_units
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["plan"]
@@ -266,10 +266,10 @@ class _TriedSettings:
         for name, value, choice in choices:
             try:
                 config = estimator.config(choice)
-                check_codec(estimator.sharding.plans, config)
-                if config.encodes_refreshes and cluster.device != "cpu":
+                settings = settings_of_units(estimator.sharding.plans, config, zero3_size=choice.zero3_size)
+                check_codecs(settings, config.codecs)
+                if config.codecs.refresh is not None and cluster.device != "cpu":
                     raise ValueError(f"refreshes of weights on {cluster.device} are not encoded")
-                check_refresh_dtypes(estimator.sharding.plans, config)
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{name} contains {value!r}, which shard_model refuses: {error}. To plan without it, leave it out "

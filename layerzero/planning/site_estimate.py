@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from layerzero.comm.codecs import ParamRows
-from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.specs import UnitSpec
+from layerzero.integrations.yaml_file import HOP2_CODECS
 from layerzero.layout.fragments import divide_into_fragments, start_positions
 from layerzero.layout.shard_grid import Extent
 from layerzero.outer_steps import OuterSettings

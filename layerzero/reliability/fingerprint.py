@@ -8,7 +8,7 @@ is visible in the compute dtype. If a master and its compute weight share memory
 replicas counts as correct. Without a majority, the value on the rank that has the master counts as correct, provided
 that this rank has verified that its masters are unchanged since the last step.
 
-If `refresh_codec` is not lossless, compute weights are compared between replicas only, because they differ from the
+If `Codecs.refresh` is not lossless, compute weights are compared between replicas only, because they differ from the
 cast masters. The value on the majority of the replicas counts as correct.
 
 The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.

@@ -34,16 +34,16 @@ class MemoryReport:
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
       pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
-      refreshes that `refresh_codec` encodes. On a CPU, they are kept. On an accelerator, they are returned to torch's
+      refreshes that `Codecs.refresh` encodes. On a CPU, they are kept. On an accelerator, they are returned to torch's
       allocator between backward passes, and this kind is the maximum during a pass.
-    - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
+    - ``residual``: errors of encoded gradients that are added to the next gradients (`Codecs.hop2` with feedback). They
       are allocated by the first backward that reduces gradients.
-    - ``refresh_state``: last change of each compute weight, from which ``refresh_codec="lossless"`` predicts the next.
+    - ``refresh_state``: last change of each compute weight, from which a lossless codec predicts the next.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
     - ``outer``: anchors and momentum of :func:`layerzero.outer`. This kind is measured but not predicted.
 
-    Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard``,
-    ``host_optimizer`` and ``host_outer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The
+    Kinds of host memory: ``host_accumulator`` with `Offload.grads`; ``host_zero1_shard``, ``host_gradient_shard``,
+    ``host_optimizer`` and ``host_outer`` with `Offload.optimizer`; ``host_zero3_shard`` with `Offload.params`. The
     corresponding kinds on the device are then 0.
 
     If the ranks of a ZeRO-3 group share memory, each rank counts its own part, which is its ZeRO-3 shard and the
@@ -119,7 +119,7 @@ class TrafficReport:
             (such as the tensor-parallel axis), ``site`` (between sites).
         predicted: predicted number of bytes that gathers, reductions and refreshes send, by collective, for the same
             number of calls. A collective is omitted if some units have called it more often than others. Refreshes are
-            omitted if `refresh_codec` encodes them.
+            omitted if `Codecs.refresh` encodes them.
         transport: name of the transport inside the ZeRO-3 group: ``"process_group"`` or ``"shared_memory"``.
     """
 
@@ -266,7 +266,7 @@ def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
         for value in tree_leaves(list(optimizer.inner.state.values()))  # type: ignore[attr-defined]
         if isinstance(value, Tensor)
     ]
-    measured["host_optimizer" if lz_state.config.offload_optimizer else "optimizer"] = sum(
+    measured["host_optimizer" if lz_state.config.offload.optimizer else "optimizer"] = sum(
         _storage_bytes(tensor) for tensor in tensors
     )
     for observer in lz_state.attached:

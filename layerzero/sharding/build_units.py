@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.codecs import EncodedPartsSpec, encoded_bytes, encoded_sizes, has_feedback, is_encoded
 from layerzero.comm.collectives import backend_of
 from layerzero.comm.transport.base import GatherOptions
-from layerzero.config import LayerZeroConfig, Precision
+from layerzero.config import Codecs, LayerZeroConfig, Precision, UnitSettings
 from layerzero.device.accelerator import device_module
 from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
@@ -38,14 +39,15 @@ from layerzero.utils.add_ons import addon
 
 __all__ = [
     "build_unit",
-    "check_codec",
+    "check_codecs",
     "check_meta_init",
-    "check_refresh_codec",
-    "check_refresh_dtypes",
+    "check_offload",
+    "check_refresh_backend",
     "parts_to_compare",
     "plan_handles",
     "require_broadcastable_buffers",
     "require_equal_encoded_sizes",
+    "settings_of_units",
     "settings_to_compare",
 ]
 
@@ -56,15 +58,30 @@ def _label(plan: UnitDefinition) -> str:
     return f"unit {plan.name!r}" if plan.name else "the root"
 
 
-def settings_to_compare(
-    model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
-) -> dict[str, object]:
+ChosenSettings = Mapping[UnitDefinition, UnitSettings]
+
+
+def settings_of_units(
+    plans: Sequence[UnitDefinition], config: LayerZeroConfig, zero3_size: int | None = None
+) -> dict[UnitDefinition, UnitSettings]:
+    """Return the settings of each unit.
+
+    Args:
+        zero3_size: number of ranks that share the weights of each unit. If None, the meshes of the units determine it.
+    """
+    root = config.root_policy(plans[0].called[0])
+    return {
+        plan: config.unit_settings(plan.name, plan.called[0], zero3_size or plan.mesh.shape[-1], root) for plan in plans
+    }
+
+
+def settings_to_compare(model: nn.Module, settings: ChosenSettings, config: LayerZeroConfig) -> dict[str, object]:
     """Return the settings and model properties that must be the same on all ranks of the model, by name."""
-    fields = config.comparable_settings()
+    fields, plans = config.comparable_settings(), [*settings]
     fields["units"] = [plan.name for plan in plans]
-    for plan in plans:
-        chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
-        fields |= {f"{name} of {_label(plan)}": value for name, value in chosen.items()}
+    for plan, chosen in settings.items():
+        compared = config.comparable_settings_of_unit(chosen)
+        fields |= {f"{name} of {_label(plan)}": value for name, value in compared.items()}
         if len(plan.called) > 1:
             fields[f"modules that call {_label(plan)}"] = [plan.modules.get(module) for module in plan.called]
         for info in plan.parameters:
@@ -113,42 +130,43 @@ def require_broadcastable_buffers(plans: Sequence[UnitDefinition]) -> None:
 
 
 def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `offload_params` is set and the class of a parameter has an all-gather extension."""
+    """Raise ValueError if parameters are offloaded and the class of a parameter has an all-gather extension."""
     for info in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
-        if config.offload_params:
+        if config.offload.params:
             raise ValueError(
-                f"offload_params=True is not supported for parameter {info.name!r}: the all-gather extension of its "
-                f"class {type(info.parameter).__name__} reads its shard on the device. Leave offload_params out. "
-                "offload_optimizer and offload_grads are supported"
+                f"Offload(params=True) is not supported for parameter {info.name!r}: the all-gather extension of its "
+                f"class {type(info.parameter).__name__} reads its shard on the device. Leave params out. Offloads of "
+                "grads and optimizer are supported"
             )
 
 
-def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
+def check_codecs(settings: ChosenSettings, codecs: Codecs) -> None:
     """Raise ValueError if a codec does not support the model's compute dtypes or its replicated parameters."""
     computes = {
-        config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
-        for plan in plans
+        chosen.policy.param_dtype or found.parameter.dtype
+        for plan, chosen in settings.items()
         for found in plan.parameters
     }
-    if config.gather_codec is not None and computes and not any(map(is_encoded, computes)):
+    if codecs.gather is not None and computes and not any(map(is_encoded, computes)):
         raise ValueError(
-            f"gather_codec encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
-            "mp_policy, or leave gather_codec out"
+            f"Codecs.gather encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
+            "mp_policy, or leave gather out"
         )
-    if has_feedback(config.hop2_codec) and any(each.compute is torch.float16 for each in _precisions(plans, config)):
+    if has_feedback(codecs.hop2) and any(each.compute is torch.float16 for each in _precisions(settings)):
         raise ValueError(
-            f"{type(config.hop2_codec).__name__} adds the encoding errors of one step to the gradients of the next "
-            "step. Because the model computes in fp16, the loss scale may differ between the two steps. Compute in "
-            "bf16, or pass feedback=False"
+            f"{type(codecs.hop2).__name__} adds the encoding errors of one step to the gradients of the next step. "
+            "Because the model computes in fp16, the loss scale may differ between the two steps. Compute in bf16, or "
+            "pass feedback=False"
         )
-    refresh = config.refresh_codec
-    codec = config.hop2_codec or (None if refresh is None or isinstance(refresh, str) or refresh.lossless else refresh)
-    if codec is not None and _has_replicated_params(plans):
+    refresh = codecs.refresh
+    codec = codecs.hop2 or (None if refresh is None or isinstance(refresh, str) or refresh.lossless else refresh)
+    if codec is not None and _has_replicated_params([*settings]):
         raise ValueError(
             f"{type(codec).__name__} encodes adjacent parameters with a common scale, so the copies of a parameter on "
             "tensor-parallel ranks, which have different neighbors, would become different. Leave the codec out. "
-            "refresh_codec='lossless' is supported"
+            "Codecs(refresh='lossless') is supported"
         )
+    _check_refresh_dtypes(settings, codecs)
 
 
 def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
@@ -159,27 +177,25 @@ def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
     return are_mixed or any(isinstance(each, Replicate) for dtensor in dtensors for each in dtensor.placements)
 
 
-def check_refresh_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> None:
-    """Raise ValueError if `refresh_codec` encodes refreshes but refreshes of the model cannot be encoded."""
-    if config.encodes_refreshes and _precisions(plans, config) and not _runs_on_gloo(mesh):
+def check_refresh_backend(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh) -> None:
+    """Raise ValueError if refreshes are encoded and the backend does not allow it."""
+    if codecs.refresh is not None and _precisions(settings) and not _runs_on_gloo(mesh):
         raise ValueError(
-            f"refresh_codec={config.refresh_codec!r} encodes weights on the CPU and sends them with gloo, but this "
-            f"model is on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave "
-            "refresh_codec out"
+            f"Codecs.refresh={codecs.refresh!r} encodes weights on the CPU and sends them with gloo, but this model is "
+            f"on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave refresh out"
         )
-    check_refresh_dtypes(plans, config)
 
 
-def check_refresh_dtypes(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `refresh_codec` encodes refreshes but the dtypes of the model do not allow it."""
-    precisions = _precisions(plans, config)
-    if not config.encodes_refreshes or not precisions or any(each.casts_to_16_bits for each in precisions):
+def _check_refresh_dtypes(settings: ChosenSettings, codecs: Codecs) -> None:
+    """Raise ValueError if refreshes are encoded and the dtypes of the model do not allow it."""
+    precisions = _precisions(settings)
+    if codecs.refresh is None or not precisions or any(each.casts_to_16_bits for each in precisions):
         return
     computes = sorted({str(each.compute) for each in precisions})
     raise ValueError(
-        f"refresh_codec={config.refresh_codec!r} encodes compute weights in bf16 and fp16 that have masters of higher "
-        f"precision, but the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave "
-        "refresh_codec out"
+        f"Codecs.refresh={codecs.refresh!r} encodes compute weights in bf16 and fp16 that have masters of higher "
+        f"precision, but the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave refresh "
+        "out"
     )
 
 
@@ -187,11 +203,11 @@ def _runs_on_gloo(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cpu" and backend_of(mesh.get_group(0), "cpu") == "gloo"
 
 
-def _precisions(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> set[Precision]:
+def _precisions(settings: ChosenSettings) -> set[Precision]:
     """Return the precisions of the trainable parameters."""
     return {
-        config.precision_of(found.parameter.dtype, config.policy_of(plan.name, plan.called[0]), trainable=True)
-        for plan in plans
+        chosen.policy.precision_of(found.parameter.dtype, trainable=True)
+        for plan, chosen in settings.items()
         for found in plan.parameters
         if found.parameter.requires_grad
     }
@@ -203,17 +219,17 @@ def require_equal_encoded_sizes(
     """Raise ValueError on all ranks of a mesh if their codecs produce messages of different sizes."""
     size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
     fields: dict[str, object] = {}
-    if config.gather_codec is not None:
+    if config.codecs.gather is not None:
         fields |= {
-            f"bytes of gather_codec for {_label(plan)}": [
-                encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
+            f"bytes of Codecs.gather for {_label(plan)}": [
+                encoded_sizes(config.codecs.gather, each.layout, size, each.precision.compute) for each in unit
             ]
             for plan, unit in zip(plans, handles, strict=True)
         }
-    if (codec := config.hop2_codec) is not None and data_parallel > size:
+    if (codec := config.codecs.hop2) is not None and data_parallel > size:
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
         fields |= {
-            f"bytes of hop2_codec for {_label(plan)}": [
+            f"bytes of Codecs.hop2 for {_label(plan)}": [
                 EncodedPartsSpec.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
                 for grid in grids[:: data_parallel // size]
@@ -261,6 +277,7 @@ def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | Non
 
 def plan_handles(
     plan: UnitDefinition,
+    chosen: UnitSettings,
     config: LayerZeroConfig,
     where: RankTraits,
     *,
@@ -273,109 +290,82 @@ def plan_handles(
     group gets one or more handles. Each parameter with an all-gather extension gets its own handle.
 
     Args:
+        chosen: settings of the unit.
         where: traits of the rank for which the handles are planned.
         averaged: number of data-parallel ranks in the root's mesh. Gradients are averaged over these ranks, even if the
             unit is sharded over another mesh.
         has_model_parallel_spec: function that returns whether a parameter has a model-parallel spec.
     """
-    accumulation = config.accumulation_of(plan.name, plan.called[0])
-    policy = config.policy_of(plan.name, plan.called[0])
-    factor = config.gradient_divide_factor or averaged
     reduced_with = plan.name
     if plan.enclosing and where.grid.replicas > 1:
         trained = (u.name for u in plan.enclosing if any(info.parameter.requires_grad for info in u.parameters))
         reduced_with = next(trained, "")
+
+    def handle_spec(kind: str, trainable: bool, precision: Precision, layout: FlatLayout, **more: Any) -> HandleSpec:
+        reduction = ReductionSpec.plan(
+            where.grid,
+            precision,
+            accumulation=chosen.accumulation,
+            divide_factor=averaged,
+            adds_hop1=where.transport.sums_locally,
+            adds_hop2=where.adds_hop2,
+            hop2_codec=config.codecs.hop2,
+        )
+        encodes = config.codecs.refresh is not None and precision.casts_to_16_bits and where.grid.replicas > 1
+        return HandleSpec(
+            reduced_with,
+            kind,
+            trainable,
+            precision,
+            layout,
+            reduction,
+            in_host=config.offload.optimizer and (trainable or precision.master != precision.compute),
+            encodes_refresh=trainable and encodes,
+            **more,
+        )
+
     kinds: dict[tuple[torch.dtype, bool, bool], list[ParamInfo]] = {}
     for info in plan.parameters:
-        if has_extension(info.parameter):
-            continue
-        key = info.parameter.dtype, info.parameter.requires_grad, has_model_parallel_spec(info.parameter)
-        kinds.setdefault(key, []).append(info)
+        if not has_extension(info.parameter):
+            key = info.parameter.dtype, info.parameter.requires_grad, has_model_parallel_spec(info.parameter)
+            kinds.setdefault(key, []).append(info)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
-        precision = config.precision_of(dtype, policy, trainable=trainable)
-        route = ReductionSpec.plan(
-            where.grid,
-            precision,
-            accumulation=accumulation,
-            divide_factor=factor,
-            adds_hop1=where.transport.sums_locally,
-            adds_hop2=where.adds_hop2,
-            hop2_codec=config.hop2_codec,
-        )
+        precision = chosen.policy.precision_of(dtype, trainable=trainable)
+        parts = {info.name: local_part(info.parameter) for info in members}
         layouts = plan_layouts(
-            [
-                (info.name, tuple(local_part(info.parameter).shape) or (1,)) for info in members
-            ],  # a 0-dim parameter is one row
+            [(name, tuple(part.shape) or (1,)) for name, part in parts.items()],  # a 0-dim parameter is one row
             num_shards=where.grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
-        in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
         strided = {
-            info.name: local_part(info.parameter).numel() * precision.compute.itemsize
-            for info in members
-            if not is_row_major(local_part(info.parameter))
+            name: part.numel() * precision.compute.itemsize for name, part in parts.items() if not is_row_major(part)
         }
         for layout in layouts:
+            sizes = encoded_sizes(config.codecs.gather, layout, where.grid.zero3_size, precision.compute)
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
-            encoded_nbytes = encoded_bytes(
-                encoded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute)
-            )
             planned.append(
-                HandleSpec(
-                    reduced_with,
-                    kind,
-                    trainable,
-                    precision,
-                    layout,
-                    route,
-                    in_host,
-                    own_strides,
-                    encoded_nbytes,
-                    encodes_refresh=trainable and _encodes_refresh(config, precision, where),
-                )
+                handle_spec(kind, trainable, precision, layout, strided=own_strides, coded=encoded_bytes(sizes))
             )
     for info in (each for each in plan.parameters if has_extension(each.parameter)):
         # One handle for each parameter, with shards of full rows. See [Note: All-gather extensions].
         parameter, ranks = info.parameter, where.grid.data_parallel
         slot = Slot(info.name, tuple(parameter.shape), 0)
         layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
-        in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
+        in_compute = chosen.policy.precision_of(parameter.dtype, trainable=parameter.requires_grad)
         precision = replace(in_compute, compute=parameter.dtype)
-        route = ReductionSpec.plan(
-            where.grid,
-            precision,
-            accumulation=accumulation,
-            divide_factor=factor,
-            adds_hop1=where.transport.sums_locally,
-            adds_hop2=where.adds_hop2,
-            hop2_codec=config.hop2_codec,
-        )
-        planned.append(
-            HandleSpec(
-                reduced_with,
-                f"{type(parameter).__name__} {info.name!r}",
-                parameter.requires_grad,
-                precision,
-                layout,
-                route,
-                in_host=config.offload_optimizer and parameter.requires_grad,
-                encodes_refresh=parameter.requires_grad and _encodes_refresh(config, precision, where),
-                # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
-                extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
-            )
-        )
+        # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
+        extension = GatheredBytes((layout.numel * in_compute.compute.itemsize,), ())
+        kind = f"{type(parameter).__name__} {info.name!r}"
+        planned.append(handle_spec(kind, parameter.requires_grad, precision, layout, extension=extension))
     return planned
-
-
-def _encodes_refresh(config: LayerZeroConfig, precision: Precision, where: RankTraits) -> bool:
-    return config.encodes_refreshes and precision.casts_to_16_bits and where.grid.replicas > 1
 
 
 def build_unit(
     plan: UnitDefinition,
     planned: Sequence[HandleSpec],
+    chosen: UnitSettings,
     config: LayerZeroConfig,
     site: UnitMesh,
     mesh: MeshResources,
@@ -386,22 +376,20 @@ def build_unit(
 
     Units are built one at a time, so that at most one unit has full tensors at any time.
     """
-    mesh_info, originals = site.mesh_info, list(plan.parameters)
-    policy = config.policy_of(plan.name, plan.called[0])
+    mesh_info, originals, policy, reshards = site.mesh_info, list(plan.parameters), chosen.policy, chosen.reshards
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
     _materialize_on_all_ranks(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
     uninitialized = _uninitialized_tensors(plan, was_on_meta)
-    cast_buffers = _cast_buffers(plan, config.buffer_dtype)
+    cast_buffers = _cast_buffers(plan, policy.buffer_dtype)
     by_name = {info.name: info for info in plan.parameters}
-    reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
     root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
     # The communicator is created with every transport. ZeRO-3 groups may use different transports, but all ranks must
     # create the same process groups.
     post_forward_comm = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
-    options = GatherOptions(config.gather_codec, post_forward_comm)
+    options = GatherOptions(config.codecs.gather, post_forward_comm)
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",

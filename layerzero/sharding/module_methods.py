@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.engine.call_context import call_with_hooks
+from layerzero.engine.call_context import call_with_hooks, in_backward
 from layerzero.engine.hooks import forward_hooks, get_state, get_states, owning_units
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
@@ -25,6 +25,7 @@ __all__ = [
     "refresh",
     "register_forward_method",
     "reshard",
+    "set_gradient_divide_factor",
     "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch",
     "set_requires_all_reduce",
@@ -154,6 +155,49 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     _get_model_state(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(
         requires_all_reduce
     )
+
+
+def set_gradient_divide_factor(module: nn.Module, factor: float, *, recurse: bool = True) -> None:
+    """Set the divisor of the sum of all ranks' gradients of a unit.
+
+    The default is the number of data-parallel ranks D, so that gradients are averaged. Use 1.0 to sum the gradients if
+    the loss is already divided by the total number of tokens on all ranks. The divisor applies to later backward
+    passes. Gradients that ``.grad`` already has are not divided again.
+
+    All ranks must make the same call between two steps. Divisors are compared together with the optimizers' settings
+    when gradients are reduced. If they differ, ``optimizer.step()`` raises an error on all ranks, two or three steps
+    later. For training loops written for FSDP2, this function is also a method of a sharded model and its units.
+
+    Args:
+        module: a sharded model, or one of its units.
+        factor: positive divisor.
+        recurse: if True, also set the divisor of the units inside the unit.
+
+    Raises:
+        TypeError, ValueError: `factor` is not a positive and finite number, or `module` is not a unit.
+        RuntimeError: a backward pass is running, or gradients that :func:`no_sync` has accumulated are not reduced yet.
+
+    Example::
+
+        model = layerzero.shard_model(model, zero3_size=8, units={Block})
+        model.set_gradient_divide_factor(1.0)
+    """
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool):
+        raise TypeError(f"set_gradient_divide_factor expects a number, got {factor!r}. Pass a positive number")
+    if not 0 < factor < float("inf"):
+        raise ValueError(
+            f"set_gradient_divide_factor expects a positive and finite number, got {factor}. Pass 1.0 to sum gradients"
+        )
+    lz_state, units = _units_of(module, recurse=recurse)
+    handles = [handle for unit in units for handle in unit.handles]
+    if in_backward() or any(handle.gradients is not None and handle.gradients.has_unreduced for handle in handles):
+        raise RuntimeError(
+            "set_gradient_divide_factor was called while gradients are accumulated, which have already been scaled for "
+            "the previous divisor. Call it before the first backward of a step"
+        )
+    for handle in handles:
+        handle.set_divide_factor(float(factor))
+    lz_state.gradients.settings.note_divisors({unit.name: float(factor) for unit in units})
 
 
 def _get_model_state(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
@@ -395,6 +439,7 @@ _OF_MODELS = (no_sync, set_requires_gradient_sync, set_requires_all_reduce)
 _OF_UNITS = (
     unshard,
     reshard,
+    set_gradient_divide_factor,
     set_reshard_after_forward,
     set_reshard_after_backward,
     set_modules_to_forward_prefetch,

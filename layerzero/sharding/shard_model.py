@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from layerzero.comm.agreement import has_peers, require_equal
-from layerzero.comm.codecs import DifferenceCodec, GatherCodec
 from layerzero.comm.collectives import connect_pairs, timeout_of
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.process_groups import (
@@ -29,7 +28,18 @@ from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.comm.waits import monitor_waits
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
-from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
+from layerzero.config import (
+    Accumulation,
+    Codecs,
+    LayerZeroConfig,
+    Offload,
+    Policy,
+    PrecisionPolicy,
+    Reshards,
+    Units,
+    UnitSettings,
+    names_new_places,
+)
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
@@ -44,14 +54,15 @@ from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, p
 from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
     build_unit,
-    check_codec,
+    check_codecs,
     check_meta_init,
     check_offload,
-    check_refresh_codec,
+    check_refresh_backend,
     parts_to_compare,
     plan_handles,
     require_broadcastable_buffers,
     require_equal_encoded_sizes,
+    settings_of_units,
     settings_to_compare,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
@@ -76,6 +87,7 @@ _log = logging.getLogger("layerzero")
 __all__ = ["shard_model"]
 
 
+@names_new_places
 def shard_model(
     model: nn.Module,
     *,
@@ -83,21 +95,11 @@ def shard_model(
     zero3_size: int | None = None,
     units: Units = None,
     mp_policy: Policy | None = None,
-    replica_reduce_dtype: torch.dtype | None = None,
-    reduce_scatter_with_fp32_accumulation: bool = False,
-    buffer_dtype: torch.dtype | None = None,
-    gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
-    accumulation_dtype: torch.dtype | None = None,
-    offload_grads: bool = False,
-    offload_optimizer: bool = False,
-    offload_params: bool = False,
-    pin_memory: bool = True,
+    offload: Offload | OffloadPolicy | None = None,
+    codecs: Codecs | None = None,
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
-    gather_codec: GatherCodec | None = None,
-    hop2_codec: GatherCodec | None = None,
-    refresh_codec: str | DifferenceCodec | None = None,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -132,72 +134,28 @@ def shard_model(
             ``(module, recurse, nonwrapped_numel)`` such as ``size_based_auto_wrap_policy``, also as a
             ``functools.partial``. Parameters outside all units belong to the root. With None, the root is the only
             unit. :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
-        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype` is the dtype of compute weights and computation, by
-            default the dtype of the model. `reduce_dtype` is the dtype of gradient reduction inside the ZeRO-3 group,
-            by default `param_dtype`. `output_dtype` and `cast_forward_inputs` apply to every unit, as in FSDP2. You may
-            also pass ``callable(name, module)``, which returns a policy for each unit. ``""`` is the root. For a unit
-            of several modules, the callable receives the unit's key and its first module. To compute a norm in fp32
-            between bf16 blocks, make the norm a unit with
+        mp_policy: :class:`PrecisionPolicy`, or torch's ``MixedPrecisionPolicy``. `param_dtype` is the dtype of compute
+            weights and computation, by default the dtype of the model. `reduce_dtype` is the dtype of gradient
+            reduction inside the ZeRO-3 group, by default `param_dtype`. `output_dtype` and `cast_forward_inputs` apply
+            to every unit, as in FSDP2. You may also pass ``callable(name, module)``, which returns a policy for each
+            unit. ``""`` is the root. For a unit of several modules, the callable receives the unit's key and its first
+            module. To compute a norm in fp32 between bf16 blocks, make the norm a unit with
             ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
-        replica_reduce_dtype: dtype of gradient reduction across replicas. The default is `reduce_dtype`.
-        reduce_scatter_with_fp32_accumulation: exchange gradients with an all-to-all, and add them in fp32 and in rank
-            order on the rank that receives them. Messages have the same size as those of a reduce-scatter, and results
-            are the same in every run. A receive buffer then holds the parts of all ranks. gloo and shared memory always
-            reduce in this way. By default, other backends (NCCL) add in the dtype of the messages. Megatron-Core has an
-            option of the same name.
-        buffer_dtype: dtype to which floating-point buffers are cast, once. By default, buffers are not cast. Integer
-            buffers are never cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the
-            cast values.
-        gradient_divide_factor: divisor of the sum of all ranks' gradients. The default is D, the number of
-            data-parallel ranks, so that gradients are averaged. Use 1.0 to sum the gradients if the loss is already
-            divided by the total number of tokens on all ranks.
         accumulation: form in which the gradients of N elements are accumulated between micro-batches. ``"sharded"``
             stores N/S fp32 elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32
             elements and sends no data until the backward that reduces gradients. ``"local"`` stores only the final
             gradient (N/D fp32 elements) and reduces over all ranks in each backward, even inside :func:`no_sync`. To
             choose the form for each unit, pass ``callable(name, module)``.
-        accumulation_dtype: None or ``torch.bfloat16``. With bf16, accumulators take half the memory. Each backward
-            inside :func:`no_sync` adds its gradients in fp32 and rounds the sum to the nearest bf16 value. The backward
-            that reduces gradients adds its own gradients and the accumulator in fp32, so they are not rounded again,
-            and ``.grad`` keeps the dtype of the masters. Parameters then have no ``main_grad``. If there is one replica
-            (or one rank), ``"sharded"`` accumulates in the final gradients, and the setting has no effect.
-            ``accumulation="local"`` raises an error for the same reason. If a callable selects ``"local"`` for a unit,
-            the unit ignores `accumulation_dtype`.
-        offload_grads: store accumulators in pinned host memory between the backward passes of a step. On the device,
-            the accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with
-            the backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates
-            directly in the gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
-        offload_optimizer: store masters, final gradients and the optimizer's state in host memory, and run the
-            optimizer on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to
-            the host as they are reduced. Weights are copied to the device as they are refreshed. Both copies overlap
-            with other work. Compute weights, accumulators and scratch buffers remain on the device. Only element-wise
-            optimizers are supported. On the CPU, the setting only emits a warning.
-        offload_params: store compute weights in host memory, for models that do not fit otherwise. Each gather first
-            copies the ZeRO-3 shard to the device, in parallel with other work. With `offload_optimizer` as well, the
-            device holds only gathered units, gradients in flight and scratch buffers. On the CPU, the setting emits a
-            warning and does not change results. If ranks share memory, the setting has no effect.
-        pin_memory: pin the host memory that `offload_grads`, `offload_optimizer` and `offload_params` use. Use False if
-            the machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory
-            is pinned.
+        offload: :class:`Offload`, which selects tensors that are stored in host memory. torch's ``CPUOffloadPolicy``
+            means ``Offload(grads=True, optimizer=True, params=True)``. By default, all tensors are on the device.
+        codecs: :class:`Codecs`, which selects encodings of gathered weights, of gradients between nodes, and of
+            refreshed weights. By default, messages are not encoded.
         reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
             backward. On a device, the root and the unit that is called last stay gathered. To choose for each unit,
             pass ``callable(name, module) -> bool | int``. An int, as in FSDP2, is a divisor of `zero3_size`. Between
             forward and backward, the unit stays sharded over that many consecutive ranks, and its backward gathers it
             among these ranks only. `zero3_size` itself means True, and 1 means False.
         prefetch: number of units to gather ahead of the unit that is computing.
-        gather_codec: encoding of bf16 or fp16 weights in gathers. Pass :class:`Float8Rows`, which halves the number of
-            bytes, or an object with the methods of :class:`GatherCodec`. Forward and backward passes compute with the
-            decoded weights. Masters stay exact. By default, weights are not encoded. If there are no gathers, as with
-            one rank or with shared memory, the setting has no effect.
-        hop2_codec: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks` or
-            :class:`Int4Blocks`, which send a quarter or an eighth of the bytes of fp32, or an object with the methods
-            of :class:`GatherCodec`. The ranks add the decoded gradients in fp32, so `replica_reduce_dtype` has no
-            effect. By default, gradients are not encoded. If there is one replica, the setting has no effect.
-        refresh_codec: encoding of refreshed weights, which cross nodes. With ``"lossless"``, each rank sends compressed
-            differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical
-            to those without the setting. Compression is fastest with the package zstandard. Only models that compute
-            in bf16 or fp16 on the CPU, with gloo, are supported. :class:`Int4Difference` sends 4-bit differences, so
-            compute weights are no longer equal to the cast masters. If there is one replica, the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
             share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -237,28 +195,19 @@ def shard_model(
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
     plans: list[UnitDefinition] = []
+    settings: dict[UnitDefinition, UnitSettings] = {}
     model_parallel_meshes: ModelParallelMeshes = {}
     failure: Exception | None = None
     try:
         config = LayerZeroConfig(
             zero3_size=root.size(1),
             units=units,
-            mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
-            replica_reduce_dtype=replica_reduce_dtype,
-            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
-            buffer_dtype=buffer_dtype,
-            gradient_divide_factor=gradient_divide_factor,
+            mp_policy=mp_policy if mp_policy is not None else PrecisionPolicy(),
             accumulation=accumulation,
-            accumulation_dtype=accumulation_dtype,
-            offload_grads=offload_grads,
-            offload_optimizer=offload_optimizer,
-            offload_params=offload_params,
-            pin_memory=pin_memory,
+            offload=Offload.of(offload),
+            codecs=codecs if codecs is not None else Codecs(),
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
-            gather_codec=gather_codec,
-            hop2_codec=hop2_codec,
-            refresh_codec=refresh_codec,
             shared_memory=shared_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
@@ -274,12 +223,13 @@ def shard_model(
         )
         model_parallel_meshes = find_model_parallel_meshes(plans)
         check_meta_init(plans, param_init_fn)
-        check_codec(plans, config)
-        check_refresh_codec(plans, config, root)
+        settings = settings_of_units(plans, config)
+        check_codecs(settings, config.codecs)
+        check_refresh_backend(settings, config.codecs, root)
         check_offload(plans, config)
         if sync_module_states:
             require_broadcastable_buffers(plans)
-        fields = settings_to_compare(model, plans, config)
+        fields = settings_to_compare(model, settings, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     failure = model_parallel_failure(model, root, fields, failure)
@@ -289,7 +239,7 @@ def shard_model(
 
     groups = ModelGroups()
     try:
-        lz_state = _build(model, plans, model_parallel_meshes, config, groups, param_init_fn)
+        lz_state = _build(model, settings, model_parallel_meshes, config, groups, param_init_fn)
         _attach_to_model(lz_state, plans)
     except BaseException:
         groups.abandon()
@@ -299,26 +249,29 @@ def shard_model(
 
 def _build(
     model: nn.Module,
-    plans: Sequence[UnitDefinition],
+    settings: Mapping[UnitDefinition, UnitSettings],
     model_parallel_meshes: ModelParallelMeshes,
     config: LayerZeroConfig,
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the units and handles that `plans` describe, and return the state of the model.
+    """Build the units and handles that the keys of `settings` define, and return the state of the model.
 
-    All ranks of the model must call this function with the same plans.
+    All ranks of the model must call this function with the same settings.
     """
+    plans = [*settings]
     model_ranks, sites = connect_meshes(
-        model_parallel_meshes, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation
+        model_parallel_meshes, groups, sums_locally=settings[plans[0]].policy.fp32_accumulation
     )
     mesh_info = model_ranks.mesh_info
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     averaged = mesh_info.data_parallel
     handles = [
-        plan_handles(plan, config, rank_traits, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec)
-        for plan in plans
+        plan_handles(
+            plan, chosen, config, rank_traits, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec
+        )
+        for plan, chosen in settings.items()
         for site in (sites[plan.mesh],)
         for rank_traits in (_traits_for_planning(site.mesh_info, config),)
     ]
@@ -327,9 +280,9 @@ def _build(
         require_equal_encoded_sizes(
             [plans[index] for index in indices], [handles[index] for index in indices], config, site
         )
-        if config.hop2_codec is not None:
+        if config.codecs.hop2 is not None:
             connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-    pools = _model_pools(mesh_info.device, config)
+    pools = _model_pools(mesh_info.device, config.offload)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
         rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
@@ -341,11 +294,11 @@ def _build(
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
         traits = transports[site.mesh_info].traits
-        rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
+        rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload.params)
         scratch = scratch.plus(plan_scratch(planned, config, rank_traits))
     pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     resources = {
-        each: MeshResources(each, transport, pools, _create_refresher(each, config, pools))
+        each: MeshResources(each, transport, pools, _create_refresher(each, config.codecs, pools))
         for each, transport in transports.items()
     }
     units_built: dict[UnitDefinition, Unit] = {}
@@ -355,7 +308,7 @@ def _build(
         site = sites[plan.mesh]
         enclosing = [units_built[each] for each in plan.enclosing]
         units_built[plan], unit_uninitialized = build_unit(
-            plan, planned, config, site, resources[site.mesh_info], param_init_fn, enclosing
+            plan, planned, settings[plan], config, site, resources[site.mesh_info], param_init_fn, enclosing
         )
         uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
@@ -369,10 +322,10 @@ def _build(
     return lz_state
 
 
-def _create_refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) -> EncodedRefresher | None:
-    if config.refresh_codec is None or mesh_info.replicas == 1:
+def _create_refresher(mesh_info: MeshInfo, codecs: Codecs, pools: ModelPools) -> EncodedRefresher | None:
+    if codecs.refresh is None or mesh_info.replicas == 1:
         return None
-    refresher: EncodedRefresher = addon("slow_links").make_refresher(mesh_info, config.refresh_codec, pools.scratch)
+    refresher: EncodedRefresher = addon("slow_links").make_refresher(mesh_info, codecs.refresh, pools.scratch)
     return refresher
 
 
@@ -429,24 +382,22 @@ def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTr
     Both transports lead to the same plans.
     """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
-    return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
+    return RankTraits.of(mesh_info, traits, offload_params=config.offload.params)
 
 
-def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
-    offloads = [name for name in OFFLOADS if getattr(config, name)]
-    transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if offloads else None
+def _model_pools(device: torch.device, offload: Offload) -> ModelPools:
+    transfers = HostDeviceCopies(device, pin_memory=offload.pin_memory) if offload.settings else None
     if transfers is not None and not transfers.pins:
-        unpinned = "" if config.pin_memory else " and no memory to pin"
+        unpinned = "" if offload.pin_memory else " and no memory to pin"
         message = (
-            f"{' and '.join(offloads)}=True on {device}: there is no device memory to free{unpinned}. Results do not "
-            "change. Leave the setting out"
+            f"Offload({', '.join(offload.settings)}) on {device}: there is no device memory to free{unpinned}. Results "
+            "do not change. Leave offload out"
         )
-        warnings.warn(message, stacklevel=4)
-    of_grads = transfers if config.offload_grads else None
+        warnings.warn(message, stacklevel=5)
     return ModelPools(
         BufferPool.of(device),
         FullBufferPool(device),
-        AccumulatorAllocator(device, of_grads),
-        transfers if config.offload_optimizer else None,
-        transfers if config.offload_params else None,
+        AccumulatorAllocator(device, transfers if offload.grads else None),
+        transfers if offload.optimizer else None,
+        transfers if offload.params else None,
     )

@@ -111,7 +111,7 @@ class _IntegerBlocks(ABC):
 class Int8Blocks(_IntegerBlocks):
     """Codec that encodes gradients between nodes as int8 values with one bf16 scale per block of 128 elements.
 
-    Pass it as ``shard_model(hop2_codec=layerzero.Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
+    Pass it as ``Codecs(hop2=Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
     instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the receiver of a part adds the decoded
     parts in fp32 in rank order. Its own part is exact.
 
@@ -120,7 +120,7 @@ class Int8Blocks(_IntegerBlocks):
 
     Example::
 
-        model = layerzero.shard_model(model, hop2_codec=layerzero.Int8Blocks())
+        model = layerzero.shard_model(model, codecs=layerzero.Codecs(hop2=layerzero.Int8Blocks()))
     """
 
     _MOST = 127.0
@@ -139,7 +139,7 @@ class Int8Blocks(_IntegerBlocks):
 class Int4Blocks(_IntegerBlocks):
     """Codec that encodes gradients between nodes as 4-bit integers with one bf16 scale per block of 128 elements.
 
-    Pass it as ``shard_model(hop2_codec=layerzero.Int4Blocks())``. A part of a gradient takes 4.125 bits per element.
+    Pass it as ``Codecs(hop2=Int4Blocks())``. A part of a gradient takes 4.125 bits per element.
     Messages are exchanged and added as those of :class:`Int8Blocks`.
 
     The error of an element is at most 1/13 of the largest absolute element in its block. With `feedback`, each rank
@@ -154,7 +154,7 @@ class Int4Blocks(_IntegerBlocks):
 
     Example::
 
-        model = layerzero.shard_model(model, hop2_codec=layerzero.Int4Blocks())
+        model = layerzero.shard_model(model, codecs=layerzero.Codecs(hop2=layerzero.Int4Blocks()))
     """
 
     feedback: bool = True
@@ -183,7 +183,7 @@ class Int4Blocks(_IntegerBlocks):
 class Float8Rows:
     """Codec that encodes weights as float8_e4m3fn values with one fp32 scale per row.
 
-    Pass it as ``shard_model(gather_codec=layerzero.Float8Rows())``.
+    Pass it as ``Codecs(gather=Float8Rows())``.
 
     An encoded gather sends about half the bytes of a bf16 gather. The error of a weight is at most 2^-4 times the
     largest absolute weight of its row and, except for the smallest weights, at most 2^-4 times the weight itself. Rows
@@ -191,7 +191,7 @@ class Float8Rows:
 
     Example::
 
-        model = layerzero.shard_model(model, mp_policy=bf16, gather_codec=layerzero.Float8Rows())
+        model = layerzero.shard_model(model, mp_policy=bf16, codecs=layerzero.Codecs(gather=layerzero.Float8Rows()))
     """
 
     _SHORT = 16  # elements; in shorter rows, a scale takes too much of the saving

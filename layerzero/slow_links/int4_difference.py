@@ -34,7 +34,7 @@ _AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block si
 class Int4Difference:
     """Codec that refreshes weights with 4-bit differences and one bf16 scale per block of 128 weights.
 
-    Pass it as ``shard_model(refresh_codec=layerzero.Int4Difference())``. A refresh sends 4.125 bits per weight instead
+    Pass it as ``Codecs(refresh=Int4Difference())``. A refresh sends 4.125 bits per weight instead
     of 16. Compute weights then differ slightly from the cast masters: after a refresh, the error of a
     weight is at most 1/13 of the largest difference in its block, plus one rounding. The error is corrected by later
     refreshes and does not accumulate. All replicas have the same weights. Masters, optimizer state and checkpoints
@@ -46,7 +46,8 @@ class Int4Difference:
 
     Example::
 
-        model = layerzero.shard_model(model, mp_policy=bf16, refresh_codec=layerzero.Int4Difference())
+        codecs = layerzero.Codecs(refresh=layerzero.Int4Difference())
+        model = layerzero.shard_model(model, mp_policy=bf16, codecs=codecs)
     """
 
     lossless: ClassVar[bool] = False

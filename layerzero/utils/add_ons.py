@@ -11,7 +11,7 @@ ADD_ONS = {
     "extensions": "layerzero.extensions",  # all-gather extensions of tensor subclasses, such as float8
     "muon": "layerzero.muon.owner_table",  # owners, for optimizers that need full parameters
     "slow_links": "layerzero.slow_links",  # encoded refreshes
-    "yaml": "layerzero.config.yaml_file",  # settings from a YAML file
+    "yaml": "layerzero.integrations.yaml_file",  # settings from a YAML file
 }
 
 

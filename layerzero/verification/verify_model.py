@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.gather_text import require_numpy
-from layerzero.config import UNSUPPORTED, LayerZeroConfig
+from layerzero.config import UNSUPPORTED, Codecs, LayerZeroConfig, PrecisionPolicy, refuse_old_names
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.sharding.shard_model import shard_model
-from layerzero.slow_links import Int4Difference
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
 from layerzero.verification.local_processes import run_on_local_ranks
 from layerzero.verification.training_runs import (
@@ -38,14 +36,17 @@ __all__ = ["default_optimizer", "verify"]
 _REFUSED = {
     "mesh": "verify creates a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",
-    "gradient_divide_factor": "the unsharded run averages gradients, so gradients with another divisor would differ",
-    "hop2_codec": "the unsharded run reduces exact gradients, and decoded gradients would differ by their rounding",
-    "gather_codec": "the unsharded run uses the exact weights, and decoded weights would differ by their rounding",
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }
 
-# Settings that may lower the precision, in addition to mp_policy.
-_DTYPES = ("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype")
+_DTYPES = (
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "replica_reduce_dtype",
+    "buffer_dtype",
+    "accumulation_dtype",
+)  # fields of mp_policy that may lower the precision
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -129,12 +130,11 @@ def verify(
             ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
             the training loop.
 
-    The unsharded run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
-    `buffer_dtype` requests a lower precision, there are two runs for each S. The first run omits these settings and
-    uses the strict tolerance. It determines whether the model can be sharded. The second run uses the settings and
-    measures the effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a
-    tolerance of 0.35 is enough to detect wrong scales, but not subtle errors. Differences of 0.14 from fp32 have been
-    observed in single layers.
+    The unsharded run uses the precision in which the model is built. If `mp_policy` requests a lower precision, there
+    are two runs for each S. The first run omits the dtypes and uses the strict tolerance. It determines whether the
+    model can be sharded. The second run uses the policy and measures the effect of the lower precision. `tolerance`
+    applies only to runs with your policy. In bf16, a tolerance of 0.35 is enough to detect wrong scales, but not subtle
+    errors. Differences of 0.14 from fp32 have been observed in single layers.
 
     Returns:
         A :class:`VerifyReport`, the same on all ranks. It has ``report.ok`` and ``report.worst``, and ``str(report)``
@@ -187,12 +187,20 @@ def check_arguments(
     for name, limit in {"tolerance": tolerance, "timeout": timeout}.items():
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise ValueError(f"{name} must be a positive number, got {limit!r}")
+    refuse_old_names(settings)
     names = inspect.signature(shard_model).parameters.keys() - {"model"}
     for name, value in settings.items():
         if name in _REFUSED:
             raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
-        if name == "refresh_codec" and isinstance(value, Int4Difference):
-            raise TypeError(f"verify does not support refresh_codec={value!r}: {_REFUSED['gather_codec']}")
+        if (
+            name == "codecs"
+            and isinstance(value, Codecs)
+            and (value.gather or value.hop2 or not isinstance(value.refresh, str | None))
+        ):
+            raise TypeError(
+                f"verify supports only Codecs(refresh='lossless'), got {value!r}: the unsharded run uses "
+                "exact weights and gradients, and decoded ones would differ by their rounding"
+            )
         if name == "mp_policy" and callable(value):
             raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
         if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
@@ -202,9 +210,7 @@ def check_arguments(
                 f"verify and shard_model have no setting {name!r}. Use one of {sorted(names - _REFUSED.keys())}"
             )
     config_settings = {name: value for name, value in settings.items() if name not in PER_MODEL}
-    LayerZeroConfig(
-        **{"zero3_size": 1, **config_settings, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()}
-    )
+    LayerZeroConfig(**{"zero3_size": 1, **config_settings})
 
 
 def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
@@ -289,19 +295,18 @@ def _create_trials(
     If `settings` request a lower precision than the model has, there are two runs per size. The first run uses the
     model's precision.
     """
-    policy = settings.get("mp_policy") or MixedPrecisionPolicy()
-    dtypes_of_settings = (
-        policy.param_dtype,
-        policy.reduce_dtype,
-        policy.output_dtype,
-        *(settings.get(name) for name in _DTYPES),
-    )
+    policy = PrecisionPolicy.of(settings.get("mp_policy"))
+    dtypes_of_settings = (getattr(policy, name) for name in _DTYPES)
     as_built = _coarsest(dtypes)
     lowest = _coarsest([*dtypes, *filter(None, dtypes_of_settings)])
     trials = []
     for size in sizes:
         if _epsilon(lowest) > _epsilon(as_built):
-            strict = {**settings, "mp_policy": None, "refresh_codec": None, **dict.fromkeys(_DTYPES)}
+            strict = {
+                **settings,
+                "mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation),
+                "codecs": None,
+            }
             trials.append(_create_trial(size, as_built, None, strict))
         trials.append(_create_trial(size, lowest, tolerance, settings))
     return trials

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Offload, PrecisionPolicy
 from layerzero.comm.process_groups import new_group_like
 from tests.support.models import (
     IntegerNet,
@@ -120,13 +121,16 @@ CASES: dict[str, Case] = {
         lambda: _shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), "reduce_dtype", "float16", RANK
     ),
     "replica_reduce_dtype": _case(
-        lambda: _shard(replica_reduce_dtype=torch.bfloat16), "replica_reduce_dtype", "bfloat16", RANK
+        lambda: _shard(mp_policy=PrecisionPolicy(replica_reduce_dtype=torch.bfloat16)),
+        "replica_reduce_dtype",
+        "bfloat16",
+        RANK,
     ),
     "output_dtype": _case(
         lambda: _shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64)), "output_dtype", "float64", RANK
     ),
-    "offload_params": _case(lambda: _shard(offload_params=True), "offload_params", RANK),
-    "pin_memory": _case(lambda: _shard(offload_grads=True, pin_memory=False), "pin_memory", RANK),
+    "offload_params": _case(lambda: _shard(offload=Offload(params=True)), "offload.params", RANK),
+    "pin_memory": _case(lambda: _shard(offload=Offload(grads=True, pin_memory=False)), "offload.pin_memory", RANK),
     "prefetch": _case(lambda: _shard(prefetch=2), "prefetch", RANK),
     "reshard_after_forward": _case(lambda: _shard(reshard_after_forward=False), "reshard_after_forward", RANK),
     "sync_module_states": _case(lambda: _shard(sync_module_states=False), "sync_module_states", RANK),
@@ -134,7 +138,10 @@ CASES: dict[str, Case] = {
     "other units": _case(lambda: _shard(units=["second"]), "units", "first", "second", RANK),
     "accumulation": _case(lambda: _shard(accumulation="full"), "accumulation", "full", RANK),
     "accumulation_dtype": _case(
-        lambda: _shard(accumulation_dtype=torch.bfloat16), "accumulation_dtype", "bfloat16", RANK
+        lambda: _shard(mp_policy=PrecisionPolicy(accumulation_dtype=torch.bfloat16)),
+        "accumulation_dtype",
+        "bfloat16",
+        RANK,
     ),
     "accumulation of one unit": _case(
         lambda: _shard(accumulation=lambda name, _: "full" if name == "first" else "sharded"),

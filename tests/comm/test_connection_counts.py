@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
+from layerzero import Codecs
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUsage
@@ -197,7 +198,7 @@ class _Connecting(wrapped_gloo.WrappedGloo):
         return run()
 
 
-CODED = {"hop2_codec": layerzero.Int8Blocks()}
+CODED = {"codecs": Codecs(hop2=layerzero.Int8Blocks())}
 
 
 def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:

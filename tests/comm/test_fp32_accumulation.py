@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.comm.collectives import Collective, Communicator, all_gather, reduce_scatter
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.buffer_pools import BufferPool
@@ -71,9 +72,8 @@ def _train(rank: int, mesh: Any, policy: MixedPrecisionPolicy, mode: str, *, fp3
     model = shard(
         blocks(3).float(),
         mesh=mesh,
-        mp_policy=policy,
+        mp_policy=PrecisionPolicy.of(policy, fp32_accumulation=fp32),
         accumulation=mode,
-        reduce_scatter_with_fp32_accumulation=fp32,
     )
     weights = _steps(model, rank)
     report = layerzero.memory(model)

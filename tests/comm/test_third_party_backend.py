@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 import layerzero
+from layerzero import Offload
 from layerzero.comm.process_groups import new_group_like
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
@@ -57,8 +58,8 @@ CASES = {
     "sharded": {},
     "full": {"accumulation": "full"},
     "ZeRO-1": {"zero3_size": 1},
-    "offloaded": {"offload_grads": True},
-    "offloaded, full": {"offload_grads": True, "accumulation": "full"},
+    "offloaded": {"offload": Offload(grads=True)},
+    "offloaded, full": {"offload": Offload(grads=True), "accumulation": "full"},
 }
 
 
@@ -71,7 +72,7 @@ def _launch(rank: int, path: str) -> dict[str, list[str]]:
         size = settings.pop("zero3_size", 2)
         results = []
         for mesh in (meshes[size], mesh_of(size)):
-            with late_transfers() if "offload_grads" in settings else nullcontext():
+            with late_transfers() if "offload" in settings else nullcontext():
                 model = layerzero.shard_model(
                     SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings
                 )

@@ -11,28 +11,25 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero import Float8Rows, Int8Blocks, LayerZeroConfig
+from layerzero import Codecs, Float8Rows, Int8Blocks, LayerZeroConfig, Offload, PrecisionPolicy
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
 OURS = """
 zero3_size: 2
 units: [Block, "norm"]
-mp_policy: {param_dtype: bf16, reduce_dtype: torch.float32, cast_forward_inputs: false}
-replica_reduce_dtype: bf16
-reduce_scatter_with_fp32_accumulation: true
-buffer_dtype: float32
-gradient_divide_factor: 2.0
+mp_policy:
+  param_dtype: bf16
+  reduce_dtype: torch.float32
+  cast_forward_inputs: false
+  replica_reduce_dtype: bf16
+  fp32_accumulation: true
+  buffer_dtype: float32
+  accumulation_dtype: bf16
 accumulation: full
-accumulation_dtype: bf16
-offload_grads: true
-offload_optimizer: true
-offload_params: true
-pin_memory: false
+offload: {grads: true, optimizer: true, params: true, pin_memory: false}
 reshard_after_forward: false
-gather_codec: float8_rows
-hop2_codec: int8_blocks
-refresh_codec: lossless
+codecs: {gather: float8_rows, hop2: int8_blocks, refresh: lossless}
 prefetch: 2
 shared_memory: "off"
 ignored_modules: [head]
@@ -46,7 +43,7 @@ param_dtype: bf16
 reduce_dtype: fp32
 buffer_dtype: fp32
 ignored_modules: [vae]
-offload_grads: False
+offload_grads: True
 offload_optimizer: False
 forward_prefetch: True
 backward_prefetch: BACKWARD_PRE
@@ -67,21 +64,19 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
     assert config == LayerZeroConfig(
         zero3_size=2,
         units=["Block", "norm"],
-        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
-        replica_reduce_dtype=torch.bfloat16,
-        reduce_scatter_with_fp32_accumulation=True,
-        buffer_dtype=torch.float32,
-        gradient_divide_factor=2.0,
+        mp_policy=PrecisionPolicy(
+            torch.bfloat16,
+            torch.float32,
+            cast_forward_inputs=False,
+            replica_reduce_dtype=torch.bfloat16,
+            fp32_accumulation=True,
+            buffer_dtype=torch.float32,
+            accumulation_dtype=torch.bfloat16,
+        ),
         accumulation="full",
-        accumulation_dtype=torch.bfloat16,
-        offload_grads=True,
-        offload_optimizer=True,
-        offload_params=True,
-        pin_memory=False,
+        offload=Offload(grads=True, optimizer=True, params=True, pin_memory=False),
         reshard_after_forward=False,
-        gather_codec=Float8Rows(),
-        hop2_codec=Int8Blocks(),
-        refresh_codec="lossless",
+        codecs=Codecs(gather=Float8Rows(), hop2=Int8Blocks(), refresh="lossless"),
         prefetch=2,
         shared_memory="off",
         ignored_modules=["head"],
@@ -98,15 +93,15 @@ def test_a_file_of_mindspeed_means_the_same_here(tmp_path: Path) -> None:
     assert config == LayerZeroConfig(
         zero3_size=8,
         units=["tests.support.models.Block"],
-        mp_policy=policy,
-        buffer_dtype=torch.float32,
+        mp_policy=PrecisionPolicy.of(policy, buffer_dtype=torch.float32),
+        offload=Offload(grads=True),
         ignored_modules=["vae"],
         prefetch=1,
     )
     without = read(tmp_path, MINDSPEED.replace("autocast_output: True", "autocast_output: False"))
     assert without.mp_policy.output_dtype is None
     default = read(tmp_path, "\n".join(line for line in MINDSPEED.splitlines() if not line.startswith("autocast")))
-    assert default.mp_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    assert default.mp_policy.torch_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     never = MINDSPEED.replace("forward_prefetch: True", "forward_prefetch: False").replace("BACKWARD_PRE", "null")
     assert read(tmp_path, never).prefetch == 0
 
@@ -157,11 +152,14 @@ def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
         ('zero3_size: "8"', r"layerzero\.yaml: zero3_size must be an int or None, got '8'"),
         ("mp_policy: {param_dtype: int8}", "param_dtype is 'int8', which is not a supported dtype. Use one of fp32"),
         (
-            "accumulation_dtype: fp16",
+            "mp_policy: {accumulation_dtype: fp16}",
             r"layerzero\.yaml: accumulation_dtype=torch.float16 is not supported.*Use torch.bfl",
         ),
         ("mp_policy: {dtype: bf16}", "mp_policy must be a mapping with the names param_dtype"),
         ("mp_policy: {param_dtype: bf16}\nparam_dtype: bf16", "param_dtype is given twice"),
+        ("hop2_codec: int8_blocks", r"hop2_codec is no longer a setting.*codecs=layerzero.Codecs\(hop2="),
+        ("offload: {grad: true}", "offload must be a mapping with the names grads, optimizer, params, pin_memory"),
+        ("codecs: int8_blocks", "codecs must be a layerzero.Codecs or None, got 'int8_blocks'"),
         ("units: [A]\ntransformer_layers: [B]", "but they mean the same"),
         ("transformer_layers: Block", "must be a list of class names"),
         ("param_init_fn: my.function", "param_init_fn is 'my.function', but a file cannot contain functions"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero import Offload
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.accelerator import require_no_capture, synchronize_current_stream
 from layerzero.device.buffer_pools import FullBufferPool
@@ -30,8 +31,8 @@ class _Seen(Exception):
 
 
 def _clip(rank: int) -> None:
-    with pytest.warns(UserWarning, match="offload_optimizer"):
-        model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
+    with pytest.warns(UserWarning, match="optimizer=True"):
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload=Offload(optimizer=True))
     integer_loss(model, integer_batch(rank=rank)).backward()
     # Gradients are in host memory, which is not the accelerator.
     object.__setattr__(get_state(model).mesh_info, "device", torch.device("meta"))

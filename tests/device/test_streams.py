@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
+from layerzero import Codecs, Offload, PrecisionPolicy
 from layerzero.comm.collectives import (
     Collective,
     PendingCollective,
@@ -90,15 +91,15 @@ def _on_another_stream(device: Device) -> Iterator[None]:
 MODES = ("sharded", "full", "local")
 # Every fifth setting offloads the optimizer, offloads gradients, or offloads nothing.
 SETTINGS: list[dict[str, Any]] = [
-    {"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in MODES
+    {"accumulation": mode, "offload": Offload(grads=True, optimizer=True)} for mode in MODES
 ]
 SETTINGS += [
-    {"accumulation": mode, "offload_grads": offload, **policy}
+    {"accumulation": mode, "offload": Offload(grads=offload), **policy}
     for offload in (False, True)
     for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
     for mode in MODES
 ]
-SETTINGS += [{"accumulation": mode, "reduce_scatter_with_fp32_accumulation": True} for mode in MODES]
+SETTINGS += [{"accumulation": mode, "mp_policy": PrecisionPolicy(fp32_accumulation=True)} for mode in MODES]
 
 
 def _settings_of(zero3_size: int) -> list[dict[str, Any]]:
@@ -249,7 +250,7 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
         "zero3_size": 8,
         "units": [f"units.{i}" for i in range(UNITS)],
         "accumulation": accumulation,
-        "offload_grads": offload_grads,
+        "offload": Offload(grads=offload_grads),
     }
     with Device().installed():
         waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=True)
@@ -347,7 +348,7 @@ def _gathers_between_replicas(rank: int) -> None:
     mesh, bf16 = mesh_on(NAME, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with Device().installed():
         for accumulation, codec in itertools.product(("local", "sharded"), (None, layerzero.Int8Blocks())):
-            model = _shard(mesh, accumulation=accumulation, mp_policy=bf16, hop2_codec=codec)
+            model = _shard(mesh, accumulation=accumulation, mp_policy=bf16, codecs=Codecs(hop2=codec))
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             for step in range(4):
                 with layerzero.no_sync(model):
@@ -594,7 +595,7 @@ def _other_gathers(rank: int, path: str) -> None:
     """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
     register()
     mesh, bf16 = mesh_on(NAME, 4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for settings in ({"gather_codec": layerzero.Float8Rows()}, {"reshard_after_forward": 2}):
+    for settings in ({"codecs": Codecs(gather=layerzero.Float8Rows())}, {"reshard_after_forward": 2}):
         log, expected = _steps(_shard(mesh_of(4), mp_policy=bf16, **settings), rank, path)
         assert any(launch.startswith("regather") for launch in log) == ("reshard_after_forward" in settings)
         with Device().installed() as device:

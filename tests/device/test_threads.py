@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import Offload
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStreams
 from layerzero.engine.hooks import get_state
@@ -55,7 +56,7 @@ def _train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
 
 
 def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
-    warnings.filterwarnings("ignore", "offload_grads=True on cpu")
+    warnings.filterwarnings("ignore", "Offload.grads=True. on cpu")
     alone = SideBySide(len(UNITS))
     _train(alone, exact_sgd(alone.parameters()), range(4))
     logs = []
@@ -65,7 +66,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
             mesh=mesh_of(zero3_size),
             units=UNITS,
             accumulation="full" if mode == "full" else lambda name, module: "full" if name == UNITS[1] else "sharded",
-            offload_grads=offload,
+            offload=Offload(grads=offload),
         )
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         with late_reductions(rank), layerzero.trace(model, f"{folder}/{number}-{rank}.json") as trace:
@@ -184,13 +185,13 @@ class _Reentrant(SideBySide):
 
 
 def _gradients_in_parts(rank: int) -> None:
-    warnings.filterwarnings("ignore", "offload_grads=True on cpu")
+    warnings.filterwarnings("ignore", "Offload.grads=True. on cpu")
     alone = _Reentrant(len(UNITS))
     for each in range(4):
         (integer_loss(alone, integer_batch(rank=each)) / 4).backward()
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for mode, offload in itertools.product(("full", "sharded"), (False, True)):
-        settings = {"accumulation": mode, "offload_grads": offload}
+        settings = {"accumulation": mode, "offload": Offload(grads=offload)}
         model = layerzero.shard_model(_Reentrant(len(UNITS)), mesh=mesh_of(2), units=UNITS, **settings)
         with late_reductions(rank), late_threads(0.02):
             integer_loss(model, integer_batch(rank=rank)).backward()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing
@@ -401,9 +402,9 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"full_precision: parameter '0.weight'"), layerzero.full_precision(model):
         pass
     with pytest.raises(
-        ValueError, match=r"offload_params=True is not supported for parameter '0.weight'.* class Rounded"
+        ValueError, match=r"Offload.params=True. is not supported for parameter '0.weight'.* class Rounded"
     ):
-        shard(wrap(nn.Sequential(Layer(Rounded))), offload_params=True)
+        shard(wrap(nn.Sequential(Layer(Rounded))), offload=Offload(params=True))
     transposed = nn.Sequential(Layer(Rounded))
     transposed[0].weight = nn.Parameter(Rounded(torch.randn(WIDTH, WIDTH, dtype=FP64).T))
     with pytest.raises(ValueError, match="that is not contiguous"):

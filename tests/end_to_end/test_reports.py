@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import PrecisionPolicy
 from tests.support.models import full_gradients, full_parameters
 from tests.support.ranks import run_ranks
 
@@ -186,7 +187,7 @@ class Filter(nn.Module):
 
 
 def buffers_in_low_precision(at: Ranks) -> Outcome:
-    model = shard(at, Filter(), mp_policy=BF16, buffer_dtype=torch.bfloat16)
+    model = shard(at, Filter(), mp_policy=PrecisionPolicy.of(BF16, buffer_dtype=torch.bfloat16))
     out = model(torch.ones(1, 1, 5))
     assert out.dtype == torch.bfloat16
     out.sum().backward()
@@ -851,7 +852,8 @@ def tokens(rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
 
 def tokens_of_unequal_batches(at: Ranks) -> Outcome:
     net = numbered(nn.Linear(2, 3))
-    model = shard(at, copy.deepcopy(net), gradient_divide_factor=1.0)
+    model = shard(at, copy.deepcopy(net))
+    model.set_gradient_divide_factor(1.0)
     count = torch.tensor(len(tokens(at.rank, 0)[1]))
     dist.all_reduce(count)
     x, targets = tokens(at.rank, 0)

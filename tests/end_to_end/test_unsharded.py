@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero import Offload
 from layerzero.full_state import _full_parameter, _Options
 from tests.dtensor.test_tensor_parallel import Net as TensorParallelNet
 from tests.dtensor.test_tensor_parallel import net as tensor_parallel_net
@@ -82,7 +83,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"zero3_size": 1},
     {"zero3_size": 4},
     {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    {"offload_optimizer": True},
+    {"offload": Offload(optimizer=True)},
 )
 PARTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "the model": lambda model: model,

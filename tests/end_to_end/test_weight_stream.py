@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero import checkpoint
+from layerzero import Offload, checkpoint
 from layerzero.engine.hooks import get_state
 from tests.checkpoint.test_whole_model_files import AllocationPeak
 from tests.dtensor.test_extensions import Coded, Layer, wrap
@@ -179,7 +179,7 @@ def test_a_stream_has_the_weights_of_the_next_forward(
 
 
 def _offload(rank: int) -> None:
-    for settings in ({"offload_params": True}, {"offload_optimizer": True}):
+    for settings in ({"offload": Offload(params=True)}, {"offload": Offload(optimizer=True)}):
         for size in (1, 2, 4):
             with late(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # there is no device, whose memory the settings would save

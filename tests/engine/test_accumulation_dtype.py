@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Codecs, Offload, PrecisionPolicy
 from layerzero.device import accumulate
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.engine.gradient_offload import OffloadedStorage
@@ -108,7 +109,7 @@ def test_values_that_are_not_finite_stay_so() -> None:
 def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
     (expected,) = alone([range(4)])
     assert max(float(g.abs().max()) for g in expected.gradients.values()) * WORLD < 256, "sums are exact in bf16"
-    settings = {"accumulation_dtype": BF16, "offload_grads": offload_grads}
+    settings = {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16), "offload": Offload(grads=offload_grads)}
     for size, (name, loop), mode in itertools.product(sizes, LOOPS.items(), MODES):
         with late() if offload_grads else nullcontext():
             model, optimizer = prepare(mode, zero3_size=None, mesh=mesh_of(size), **settings)
@@ -140,7 +141,9 @@ def _exact_with_a_mode_for_each_unit(rank: int) -> None:
     modes = {"first": "full", "second": "local"}
     (expected,) = alone([range(4)])
     for loop in LOOPS.values():
-        model, optimizer = prepare(lambda name, _: modes.get(name, "sharded"), accumulation_dtype=BF16)
+        model, optimizer = prepare(
+            lambda name, _: modes.get(name, "sharded"), mp_policy=PrecisionPolicy(accumulation_dtype=BF16)
+        )
         dtypes = {handle.label: handle.gradients.accumulator.storage.dtype for handle in get_state(model).handles}
         assert sorted(map(str, dtypes.values())) == ["torch.bfloat16"] * 3 + ["torch.float32"], dtypes
         assert dtypes["second"] == torch.float32, dtypes
@@ -175,7 +178,9 @@ def _random_gradients(
 def _without_accumulation(rank: int) -> None:
     for size, policy, mode in itertools.product((1, 2, 4), POLICIES, MODES):
         expected, _ = _random_gradients(rank, (False,), size, policy, accumulation=mode)
-        found, model = _random_gradients(rank, (False,), size, policy, accumulation=mode, accumulation_dtype=BF16)
+        found, model = _random_gradients(
+            rank, (False,), size, PrecisionPolicy.of(policy, accumulation_dtype=BF16), accumulation=mode
+        )
         assert not different(found, expected), (size, policy, mode)
         for parameter in model.parameters():
             assert parameter.grad.dtype == parameter.dtype == torch.float32
@@ -195,7 +200,10 @@ def _rounded(rank: int) -> None:
         policy = POLICIES[2]
         expected, _ = _random_gradients(rank, loop, size, policy, accumulation=mode)
         state = torch.get_rng_state()
-        runs = [_random_gradients(rank, loop, size, policy, accumulation=mode, accumulation_dtype=BF16) for _ in "ab"]
+        runs = [
+            _random_gradients(rank, loop, size, PrecisionPolicy.of(policy, accumulation_dtype=BF16), accumulation=mode)
+            for _ in "ab"
+        ]
         (found, model), (again, _) = runs
         assert not different(found, again), "two runs give the same bits"
         assert torch.equal(state, _state_after_seed(rank, loop)), "sums draw no random numbers"
@@ -226,7 +234,10 @@ def _last_micro_batch(rank: int) -> None:
     for mode, last in itertools.product(MODES, (False, True)):
         torch.manual_seed(0)
         model = layerzero.shard_model(
-            nn.Sequential(nn.Linear(4, 4, bias=False)), mesh=mesh_of(2), accumulation=mode, accumulation_dtype=BF16
+            nn.Sequential(nn.Linear(4, 4, bias=False)),
+            mesh=mesh_of(2),
+            accumulation=mode,
+            mp_policy=PrecisionPolicy(accumulation_dtype=BF16),
         )
         x = torch.ones(1, 4)
         for inside_no_sync, factor in ((True, 1.0), (last, 2.0**-12)):
@@ -248,7 +259,9 @@ def test_the_micro_batch_that_reduces_is_not_rounded() -> None:
 def _overflow(rank: int) -> None:
     for mode, offload_grads in itertools.product(MODES, (False, True)):
         with late() if offload_grads else nullcontext():
-            model, optimizer = prepare(mode, accumulation_dtype=BF16, offload_grads=offload_grads)
+            model, optimizer = prepare(
+                mode, mp_policy=PrecisionPolicy(accumulation_dtype=BF16), offload=Offload(grads=offload_grads)
+            )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         own = LocalGradientCheck(get_state(model).handles)
         before = {name: p.to_local().clone() for name, p in model.named_parameters()}
@@ -279,8 +292,8 @@ def _stored(rank: int) -> None:
         case = (mode, offload_grads)
         with late() if offload_grads else nullcontext():
             models = [
-                shard(blocks(6).float(), accumulation=mode, offload_grads=offload_grads, **settings)
-                for settings in ({}, {"accumulation_dtype": BF16})
+                shard(blocks(6).float(), accumulation=mode, offload=Offload(grads=offload_grads), **settings)
+                for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)})
             ]
             for model, step in itertools.product(models, range(2)):
                 for micro_batch in range(2):
@@ -308,9 +321,9 @@ def test_accumulators_take_half_the_memory_on_the_device_and_in_the_host() -> No
 
 def _moved_bytes(rank: int) -> None:
     moved = []
-    for settings in ({}, {"accumulation_dtype": BF16}):
+    for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}):
         with late():
-            model = shard(blocks(6).float(), accumulation="full", offload_grads=True, **settings)
+            model = shard(blocks(6).float(), accumulation="full", offload=Offload(grads=True), **settings)
             (transfers,) = LateTransfers.made
             with mock.patch.object(transfers, "copy", _Recorded(transfers.copy)) as copy:
                 for micro_batch in range(4):
@@ -339,7 +352,7 @@ def test_offloading_copies_half_the_bytes() -> None:
 
 def _frozen_and_unfrozen(rank: int) -> None:
     for mode in MODES:
-        model, optimizer = prepare(mode, accumulation_dtype=BF16)
+        model, optimizer = prepare(mode, mp_policy=PrecisionPolicy(accumulation_dtype=BF16))
         net = integer_net()
         for index, frozen in enumerate((True, True, False, False)):
             for parameter in (*model.second.parameters(), *net.second.parameters()):
@@ -358,7 +371,12 @@ def test_parameters_may_be_unfrozen_between_micro_batches() -> None:
 def _clipped(rank: int) -> None:
     for mode, codec in itertools.product(MODES, (None, layerzero.Int4Blocks())):
         torch.manual_seed(0)
-        model = shard(blocks(3).float(), accumulation=mode, accumulation_dtype=BF16, hop2_codec=codec)
+        model = shard(
+            blocks(3).float(),
+            accumulation=mode,
+            mp_policy=PrecisionPolicy(accumulation_dtype=BF16),
+            codecs=Codecs(hop2=codec),
+        )
         optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
         for step in range(3):
             for micro_batch in range(3):
@@ -379,7 +397,7 @@ def test_gradients_can_be_clipped_and_sent_encoded() -> None:
 
 def _no_main_grad(rank: int) -> None:
     seen = []
-    for settings in ({}, {"accumulation_dtype": BF16}):
+    for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}):
         model, _ = prepare("full", **settings)
         hook = model.first.register_forward_pre_hook(lambda m, a: seen.append(hasattr(m.weight, "main_grad")) and None)
         backward(model, rank, 0, inside_no_sync=True)
@@ -401,7 +419,7 @@ def _one_replica(rank: int) -> None:
             continue
         plain, halved = (
             layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, mesh=mesh_of(size), **settings)
-            for settings in ({}, {"accumulation_dtype": BF16})
+            for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)})
         )
         for model in (plain, halved):
             backward(model, rank, 0, inside_no_sync=True)
@@ -424,7 +442,7 @@ def _two_meshes(rank: int) -> None:
             mode,
             zero3_size=None,
             mesh=lambda name, module: other if name == "second" else root,
-            accumulation_dtype=BF16,
+            mp_policy=PrecisionPolicy(accumulation_dtype=BF16),
         )
         for index in range(3):
             backward(model, rank, index, inside_no_sync=index < 2)
@@ -439,18 +457,14 @@ def test_units_on_several_meshes_accumulate_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("dtype", "error", "message"),
     [
-        ({"accumulation_dtype": torch.float16}, ValueError, "float16 is not supported.*range.*Use torch.bfloat16"),
-        ({"accumulation_dtype": torch.float32}, ValueError, "float32 is not supported. Use torch.bfloat16, or None"),
-        ({"accumulation_dtype": "bf16"}, TypeError, "accumulation_dtype must be torch.bfloat16 or None, got 'bf16'"),
-        (
-            {"accumulation_dtype": BF16, "accumulation": "local"},
-            ValueError,
-            "no effect with accumulation='local'.*final gradients.*Leave accumulation_dtype out",
-        ),
+        (torch.float16, ValueError, "float16 is not supported.*range.*Use torch.bfloat16"),
+        (torch.float32, ValueError, "float32 is not supported. Use torch.bfloat16, or None"),
+        ("bf16", TypeError, "accumulation_dtype must be torch.bfloat16 or None, got 'bf16'"),
+        (BF16, ValueError, "no effect with accumulation='local'.*final gradients.*Leave accumulation_dtype out"),
     ],
 )
-def test_settings_are_checked(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_settings_are_checked(dtype: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        layerzero.LayerZeroConfig(**settings)
+        layerzero.LayerZeroConfig(mp_policy=PrecisionPolicy(accumulation_dtype=dtype), accumulation="local")

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import PrecisionPolicy
 from tests.support.ranks import run_ranks
 
 WORLD = 2
@@ -45,7 +46,9 @@ class Net(nn.Module):
 
 def _shard() -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return layerzero.shard_model(Net(), units=["inner"], zero3_size=2, mp_policy=policy, buffer_dtype=torch.bfloat16)
+    return layerzero.shard_model(
+        Net(), units=["inner"], zero3_size=2, mp_policy=PrecisionPolicy.of(policy, buffer_dtype=torch.bfloat16)
+    )
 
 
 def _expected(plain: nn.Module) -> dict[str, Tensor]:

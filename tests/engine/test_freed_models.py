@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
@@ -58,7 +59,7 @@ def _forget(rank: int) -> None:
         ("in flight", blocks, IN_FLIGHT, {}),
         ("nested", lambda: nested, one_pass, {}),
         ("checkpointed", lambda: Chain(Block(reentrant=False), Block(reentrant=True)), one_pass, {}),
-        ("offloaded", blocks, one_pass, {"offload_grads": True}),
+        ("offloaded", blocks, one_pass, {"offload": Offload(grads=True)}),
     ]
     for name, net, passes, settings in cases:
         gc.collect()

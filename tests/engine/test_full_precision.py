@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Codecs, PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
 from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, run_ranks
@@ -56,12 +57,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"zero3_size": 4},
     {"zero3_size": 2, "prefetch": 0, "reshard_after_forward": False},
     {"zero3_size": 4, "reshard_after_forward": 2, "accumulation": "full"},
-    {"zero3_size": 4, "gather_codec": layerzero.Float8Rows()},
+    {"zero3_size": 4, "codecs": Codecs(gather=layerzero.Float8Rows())},
 )
 
 
 def _shard(model: nn.Module, **settings: Any) -> nn.Module:
-    units = {"units": {Layer, nn.Linear}, "mp_policy": LOW, "buffer_dtype": torch.bfloat16}
+    units = {"units": {Layer, nn.Linear}, "mp_policy": PrecisionPolicy.of(LOW, buffer_dtype=torch.bfloat16)}
     return layerzero.shard_model(model, **units | settings)
 
 
@@ -196,7 +197,12 @@ class _Failing(nn.Module):
 
 
 def _refuse(rank: int) -> None:
-    model = _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=2, units={_Failing}, buffer_dtype=None)
+    model = _shard(
+        nn.Sequential(_Failing(), _Failing()),
+        zero3_size=2,
+        units={_Failing},
+        mp_policy=PrecisionPolicy(buffer_dtype=None),
+    )
     x = torch.ones(1, 4)
     loss = model(x).sum()
     context = layerzero.full_precision(model)
@@ -265,7 +271,12 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable() -> None:
 
 
 def _gathered_on_one_rank(rank: int) -> str:
-    model = _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=1, units={_Failing}, buffer_dtype=None)
+    model = _shard(
+        nn.Sequential(_Failing(), _Failing()),
+        zero3_size=1,
+        units={_Failing},
+        mp_policy=PrecisionPolicy(buffer_dtype=None),
+    )
     with torch.no_grad():
         model(torch.ones(1, 4))
     with ExitStack() as stack:
@@ -285,7 +296,12 @@ def test_a_rank_inside_gathered_refuses_it_on_all_ranks() -> None:
 
 
 def _disagree(rank: int) -> str:
-    model = _shard(nn.ModuleList([_Failing(), _Failing()]), zero3_size=2, units={_Failing}, buffer_dtype=None)
+    model = _shard(
+        nn.ModuleList([_Failing(), _Failing()]),
+        zero3_size=2,
+        units={_Failing},
+        mp_policy=PrecisionPolicy(buffer_dtype=None),
+    )
     with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError) as caught:
         for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere
             unit(torch.ones(1, 4))

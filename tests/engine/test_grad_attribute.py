@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import layerzero
+from layerzero import Offload
 from layerzero.dtensor.lazy_grad import plain_access
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.gradient_reducer import GradientReducer
@@ -341,8 +342,8 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
     "settings",
     [
         MODES[:2],
-        pytest.param(({"size": 1}, {"offload_grads": True}), marks=pytest.mark.exhaustive),
-        pytest.param(({"offload_optimizer": True},), marks=pytest.mark.exhaustive),
+        pytest.param(({"size": 1}, {"offload": Offload(grads=True)}), marks=pytest.mark.exhaustive),
+        pytest.param(({"offload": Offload(optimizer=True)},), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

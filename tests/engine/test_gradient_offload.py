@@ -1,4 +1,4 @@
-"""`offload_grads`: same bits, accumulators of at most two units on the device, no use of an unfinished copy.
+"""`Offload.grads`: same bits, accumulators of at most two units on the device, no use of an unfinished copy.
 
 There is no device here whose copies run late. `LateTransfers` replaces one: it performs a copy only when the
 computation waits for it, and detects accesses to either side before.
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.gradient_offload import AccumulatorAllocator, _Slabs
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
@@ -165,7 +166,7 @@ def _same_bits(rank: int, size: int, mode: str) -> None:
         settings = {"patterns": (some, kept, left, left, kept, some), "accumulation": mode, **policy}
         expected, _ = _train(mesh_of(size), rank, **settings)
         with late():
-            seen, _ = _train(mesh_of(size), rank, offload_grads=True, **settings)
+            seen, _ = _train(mesh_of(size), rank, offload=Offload(grads=True), **settings)
         for step, ((g, p), (g_expected, p_expected)) in enumerate(zip(seen, expected, strict=True)):
             assert not different(g, g_expected), (case, step, "gradients")
             assert not different(p, p_expected), (case, step, "parameters")
@@ -194,7 +195,7 @@ def _without_waits(rank: int) -> None:
     settings = {"patterns": [(True, True, False)] * 2, "accumulation": "full"}
     expected, _ = _train(mesh_of(2), rank, **settings)
     with late(), mock.patch.object(_Slabs, "wait", lambda self, slab: None):
-        seen, _ = _train(mesh_of(2), rank, offload_grads=True, **settings)
+        seen, _ = _train(mesh_of(2), rank, offload=Offload(grads=True), **settings)
     assert different(seen[0][0], expected[0][0]), "a missing wait is noticed"
 
 
@@ -203,6 +204,8 @@ def test_an_engine_that_does_not_wait_is_noticed() -> None:
 
 
 def _odd_graphs(rank: int, setting: str) -> None:
+    offload = Offload(**{setting: True})
+    offload = Offload(**{setting: True})
     cases = {
         "in flight": Case(blocks, IN_FLIGHT),
         "called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
@@ -215,13 +218,13 @@ def _odd_graphs(rank: int, setting: str) -> None:
     }
     with late():
         for name, case in cases.items():
-            compare(rank, name, case, *({"accumulation": mode} for mode in MODES), **{setting: True})
+            compare(rank, name, case, *({"accumulation": mode} for mode in MODES), offload=offload)
         by_unit = {"accumulation": lambda name, module: MODES[len(name) % 3 if "1" in name else 0]}
-        compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
+        compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), offload=offload, **by_unit)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["offload_grads", pytest.param("offload_optimizer", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("setting", ["grads", pytest.param("optimizer", marks=pytest.mark.exhaustive)])
 def test_any_graph_can_be_offloaded(setting: str) -> None:
     run_ranks(_odd_graphs, setting, world_size=WORLD)
 
@@ -234,7 +237,9 @@ def _recovers(rank: int, setting: str) -> None:
         for mode in MODES:
             torch.manual_seed(0)
             start = blocks(4)
-            models = [shard(copy.deepcopy(start), accumulation=mode, **{setting: True}) for _ in range(2)]
+            models = [
+                shard(copy.deepcopy(start), accumulation=mode, offload=Offload(**{setting: True})) for _ in range(2)
+            ]
             handle = models[0].units[1].linear.register_forward_hook(lambda m, a, o: o.register_hook(boom) and None)
             with layerzero.no_sync(models[0]), pytest.raises(LookupError, match="boom"):
                 one_pass(models[0], rank, 9)
@@ -252,7 +257,7 @@ def _recovers(rank: int, setting: str) -> None:
 
 
 @pytest.mark.default_sample(1)
-@pytest.mark.parametrize("setting", ["offload_grads", "offload_optimizer"])
+@pytest.mark.parametrize("setting", ["grads", "optimizer"])
 def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: str) -> None:
     run_ranks(_recovers, setting, world_size=WORLD)
 
@@ -260,7 +265,7 @@ def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: 
 def _where_it_lies(rank: int) -> None:
     for mode in ("sharded", "full"):  # "local" has no accumulators
         with late():
-            model = shard(blocks(6), accumulation=mode, offload_grads=True)
+            model = shard(blocks(6), accumulation=mode, offload=Offload(grads=True))
         (transfers,) = LateTransfers.made
         handles = get_state(model).handles
         sizes = [handle.gradients.accumulator.storage.numel * 8 for handle in handles]
@@ -285,7 +290,7 @@ def _where_it_lies(rank: int) -> None:
             model.zero_grad()
         assert len(pointers[0]) == len(handles) and all(each == pointers[0] for each in pointers), "reused"
     with late():
-        model = shard(blocks(6), accumulation="local", offload_grads=True)
+        model = shard(blocks(6), accumulation="local", offload=Offload(grads=True))
     one_pass(model, rank, 0)
     measured = layerzero.memory(model).measured
     assert measured["host_accumulator"] == measured["accumulator"] == 0 < measured["gradient_shard"]
@@ -298,12 +303,12 @@ def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device() -> Non
 def _warns(rank: int) -> None:
     with pytest.warns(
         UserWarning,
-        match=r"^offload_grads=True on cpu: .* to free\. Results do not change\. Leave the setting out$",
+        match=r"^Offload\(grads=True\) on cpu: .* to free\. Results do not change\. Leave offload out$",
     ):
-        shard(blocks(1), offload_grads=True)
+        shard(blocks(1), offload=Offload(grads=True))
     with warnings.catch_warnings(), late():
         warnings.simplefilter("error")
-        shard(blocks(1), offload_grads=True)
+        shard(blocks(1), offload=Offload(grads=True))
 
 
 def test_without_a_device_there_is_one_warning() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
 from tests.support.models import (
@@ -99,10 +100,26 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         pytest.param(2, "sharded", {}, ODD_ORDERS[:9], id="backwards and steps"),
         pytest.param(2, "sharded", {}, ODD_ORDERS[9:16], id="all forgotten"),
         pytest.param(2, "sharded", {}, ODD_ORDERS[16:], id="some forgotten, frozen, failed"),
-        pytest.param(2, "sharded", {"replica_reduce_dtype": F64}, ODD_ORDERS[::5], id="copies are sent", marks=SLOW),
+        pytest.param(
+            2,
+            "sharded",
+            {"mp_policy": PrecisionPolicy(replica_reduce_dtype=F64)},
+            ODD_ORDERS[::5],
+            id="copies are sent",
+            marks=SLOW,
+        ),
         pytest.param(2, "full", {}, ODD_ORDERS[1::3], id="full"),
-        pytest.param(2, "sharded", {"accumulation_dtype": BF16}, EXACT_IN_BF16, id="sharded in bf16"),
-        pytest.param(2, "full", {"accumulation_dtype": BF16}, EXACT_IN_BF16[::2], id="full in bf16", marks=SLOW),
+        pytest.param(
+            2, "sharded", {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}, EXACT_IN_BF16, id="sharded in bf16"
+        ),
+        pytest.param(
+            2,
+            "full",
+            {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)},
+            EXACT_IN_BF16[::2],
+            id="full in bf16",
+            marks=SLOW,
+        ),
         pytest.param(1, "sharded", {}, ODD_ORDERS[2::5], id="S = 1"),
         pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from tests.support.late_device import NAME, Device, Stream, register
@@ -83,7 +84,7 @@ class Net(nn.Module):
 UNITS = {Sometimes, Outer}
 # These cases cover every pair of values.
 SETTINGS = [
-    {"recompute": recompute, "prefetch": prefetch, "accumulation": mode, "offload_grads": offload}
+    {"recompute": recompute, "prefetch": prefetch, "accumulation": mode, "offload": Offload(grads=offload)}
     for recompute, prefetch, mode, offload in (
         ("none", 0, "sharded", False),
         ("none", 1, "full", True),
@@ -133,7 +134,7 @@ def _compare(rank: int, zero3_size: int, path: str, settings: list[dict[str, Any
     logs = []
     for each in settings:
         if not expected:
-            _, expected = _train(_shard(mesh_of(zero3_size), **{**each, "offload_grads": False}), rank, path)
+            _, expected = _train(_shard(mesh_of(zero3_size), **{**each, "offload": Offload(grads=False)}), rank, path)
         with Device(one_at_a_time=True).installed() as device:
             log, found = _train(_shard(mesh, **each), rank, path, device)
         assert not different(found, expected), each

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import Offload
 from tests.support.late_threads import late_reductions, late_threads
 from tests.support.late_transfers import LateTransfers
 from tests.support.models import different, full_gradients
@@ -96,7 +97,7 @@ def _adds_once(rank: int) -> None:
         if early and offload:
             continue
         with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
-            model = shard(net(), size, offload_grads=offload)
+            model = shard(net(), size, offload=Offload(grads=offload))
         for layer in model:
             layer.early = early
         model[1].fused = False  # fused and ordinary layers side by side
@@ -127,7 +128,7 @@ class Twice(nn.Module):
 def _adds_in_parts(rank: int) -> None:
     for offload in (False, True):
         with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
-            model = shard(Twice(), offload_grads=offload)
+            model = shard(Twice(), offload=Offload(grads=offload))
         with late_reductions(rank), late_threads(0.02):
             run(model, rank, 0, micro_batches=1)
         wrong = different(full_gradients(model), gradients_alone(Twice, 0, 1))
@@ -208,9 +209,9 @@ def _refused(rank: int) -> None:
         with torch.no_grad():
             without(batch(rank, 0, 0))
     with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
-        offloaded = shard(net(), offload_grads=True)
+        offloaded = shard(net(), offload=Offload(grads=True))
     offloaded[3].early = True
-    with pytest.raises(RuntimeError, match=r"was read outside of the backward. With offload_grads=True"):
+    with pytest.raises(RuntimeError, match=r"was read outside of the backward. With Offload.grads=True"):
         offloaded(batch(rank, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""`offload_params`: compute weights are in host memory, and are gathered from there with the same bits.
+"""`Offload.params`: compute weights are in host memory, and are gathered from there with the same bits.
 
 There is no device here whose copies run late: see tests/support/late_transfers.py and late_device.py.
 """
@@ -6,6 +6,7 @@ There is no device here whose copies run late: see tests/support/late_transfers.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import layerzero
-from layerzero import checkpoint
+from layerzero import Codecs, Offload, checkpoint
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.host_shard import HostShard
 from layerzero.engine.hooks import get_state
@@ -30,11 +31,11 @@ pytestmark = pytest.mark.slow
 
 OTHERS: tuple[dict[str, Any], ...] = (
     {},
-    {"offload_optimizer": True},
-    {"offload_grads": True, "offload_optimizer": True, "prefetch": 0},
+    {"offload": Offload(optimizer=True)},
+    {"offload": Offload(grads=True, optimizer=True), "prefetch": 0},
     {"mp_policy": LOW},
-    {"mp_policy": LOW, "offload_optimizer": True, "prefetch": 2},
-    {"mp_policy": LOW, "offload_grads": True},
+    {"mp_policy": LOW, "offload": Offload(optimizer=True), "prefetch": 2},
+    {"mp_policy": LOW, "offload": Offload(grads=True)},
 )
 
 
@@ -47,6 +48,14 @@ def _assert_same(seen: list[Any], expected: list[Any], case: object) -> None:
         assert not different(ours, theirs), (case, index)
 
 
+def _with_params(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"offload": replace(settings.get("offload", Offload()), params=True)}
+
+
+def _with_params(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"offload": replace(settings.get("offload", Offload()), params=True)}
+
+
 def _without_offload(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not name.startswith("offload")}
 
@@ -55,7 +64,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str, more: tuple[dict[str, Any]
     for settings in more:
         expected = _trained(_shard(zero3_size, accumulation=mode, **_without_offload(settings)), rank, range(1, 4))
         with late():
-            model = _shard(zero3_size, accumulation=mode, offload_params=True, **settings)
+            model = _shard(zero3_size, accumulation=mode, **_with_params(settings))
         _assert_same(_trained(model, rank, range(1, 4)), expected, (zero3_size, mode, settings))
 
 
@@ -70,10 +79,10 @@ def test_weights_in_the_host_train_with_the_bits_of_the_device(world_size: int, 
 
 GATHER_SETTINGS: tuple[dict[str, Any], ...] = (
     {"reshard_after_forward": 2},
-    {"reshard_after_forward": 2, "mp_policy": LOW, "offload_optimizer": True},
+    {"reshard_after_forward": 2, "mp_policy": LOW, "offload": Offload(optimizer=True)},
     {"reshard_after_forward": False},
-    {"gather_codec": layerzero.Float8Rows(), "mp_policy": LOW},
-    {"gather_codec": layerzero.Float8Rows(), "mp_policy": LOW, "reshard_after_forward": 2},
+    {"codecs": Codecs(gather=layerzero.Float8Rows()), "mp_policy": LOW},
+    {"codecs": Codecs(gather=layerzero.Float8Rows()), "mp_policy": LOW, "reshard_after_forward": 2},
 )
 
 
@@ -83,7 +92,7 @@ def test_post_forward_shards_and_encoded_gathers_come_from_the_host_too() -> Non
 
 def _on_a_device(rank: int) -> None:
     register()
-    for size, others in itertools.product((1, 2), ({}, {"offload_grads": True, "offload_optimizer": True})):
+    for size, others in itertools.product((1, 2), ({}, {"offload": Offload(grads=True, optimizer=True)})):
         for mode in MODES if size == 2 else ("sharded",):
             settings = {"accumulation": mode, "mp_policy": LOW, "units": IntegerNet.UNITS}
             mesh = mesh_on(NAME, size)  # its backend adds in the dtype of the collective, unlike gloo
@@ -91,7 +100,7 @@ def _on_a_device(rank: int) -> None:
                 model = layerzero.shard_model(integer_net(), mesh=mesh, **settings)
                 expected = _trained(model, rank, range(4, 6))
             with Device().installed():
-                model = layerzero.shard_model(integer_net(), mesh=mesh, offload_params=True, **others, **settings)
+                model = layerzero.shard_model(integer_net(), mesh=mesh, **_with_params(others), **settings)
                 _assert_same(_trained(model, rank, range(4, 6)), expected, (size, mode, others))
                 report = layerzero.memory(model)
                 measured = {kind: n for kind, n in report.measured.items() if not kind.endswith("optimizer")}
@@ -106,9 +115,9 @@ def test_streams_of_a_device_order_every_copy_of_weights() -> None:
 
 
 def _where(rank: int) -> None:
-    for size, others in itertools.product((1, 2, 4), ({}, {"offload_optimizer": True}, {"mp_policy": LOW})):
+    for size, others in itertools.product((1, 2, 4), ({}, {"offload": Offload(optimizer=True)}, {"mp_policy": LOW})):
         with late():
-            model = _shard(size, offload_params=True, **others)
+            model = _shard(size, **_with_params(others))
         (transfers,) = LateTransfers.made
         _trained(model, rank, range(1))
         handles = get_state(model).handles
@@ -132,7 +141,7 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
 
     plain = made()
     with late():
-        offloaded = made(offload_params=True, offload_optimizer=True)
+        offloaded = made(offload=Offload(params=True, optimizer=True))
     ema = layerzero.EMA(offloaded[0], decay=0.5)
     averages = layerzero.EMA(plain[0], decay=0.5)
     for each in (plain, offloaded):
@@ -170,7 +179,7 @@ def test_checkpoints_averages_and_fingerprints_do_not_care_where_weights_are(tmp
 
 def _matrices(rank: int) -> None:
     seen = []
-    for settings in ({}, {"offload_params": True}):
+    for settings in ({}, {"offload": Offload(params=True)}):
         with late():
             model = _shard(2, **settings)
         optimizer = layerzero.shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
@@ -187,9 +196,9 @@ def _shared(rank: int) -> None:
     expected = _trained(_shard(2), rank, range(2))
     with pytest.warns(
         UserWarning,
-        match=r"^offload_params=True on cpu: .* to free\. Results do not change\. Leave the setting out$",
+        match=r"^Offload\(params=True\) on cpu: .* to free\. Results do not change\. Leave offload out$",
     ):
-        model = _shard(2, offload_params=True)
+        model = _shard(2, offload=Offload(params=True))
     assert all(handle.weights.host_shard is None for handle in get_state(model).handles)
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
     report = layerzero.memory(model)
@@ -203,18 +212,18 @@ def test_ranks_that_share_memory_have_their_weights_there() -> None:
 
 
 def _chosen(rank: int) -> None:
-    with pytest.raises(TypeError, match="offload_params must be a bool"):
-        _shard(2, offload_params="yes")
+    with pytest.raises(TypeError, match="params must be a bool"):
+        Offload(params="yes")
     with pytest.raises(TypeError, match="pin_memory must be a bool"):
-        _shard(2, offload_params=True, pin_memory=1)
+        Offload(params=True, pin_memory=1)
     with pytest.raises(ValueError, match=r"pin_memory=False .*none of them is set. Set one of them"):
-        _shard(2, pin_memory=False)
+        Offload(pin_memory=False)
     said = (
-        r"^offload_grads and offload_params=True on cpu: there is no device memory to free and no memory to pin\. "
-        r"Results do not change\. Leave the setting out$"
+        r"^Offload\(grads=True, params=True\) on cpu: there is no device memory to free and no memory to pin\. "
+        r"Results do not change\. Leave offload out$"
     )
     with pytest.warns(UserWarning, match=said):
-        model = _shard(2, offload_grads=True, offload_params=True, pin_memory=False)
+        model = _shard(2, offload=Offload(grads=True, params=True, pin_memory=False))
     expected = _trained(_shard(2), rank, range(2))
     _assert_same(_trained(model, rank, range(2)), expected, "not pinned")
 

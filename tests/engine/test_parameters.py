@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import PrecisionPolicy
+from layerzero.sharding.module_methods import set_gradient_divide_factor
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
 from tests.support.models import full_gradients, full_parameters
 from tests.support.ranks import every_nth_setting, mesh_of, run_ranks
@@ -117,7 +119,8 @@ def test_fewer_rows_than_ranks_and_no_elements(stride: int) -> None:
 def _train_on_tokens(rank: int) -> dict[str, Tensor]:
     """Train with a different number of tokens per rank; the loss is divided by all tokens of the step."""
     torch.manual_seed(0)
-    model = shard(blocks(), accumulation="full" if rank is None else "sharded", gradient_divide_factor=1)
+    model = shard(blocks(), accumulation="full" if rank is None else "sharded")
+    model.set_gradient_divide_factor(1)
     counts = [[1 + r, 5 - r] for r in range(WORLD)]
     total = sum(map(sum, counts))
     for micro_batch, tokens in enumerate(counts[rank]):
@@ -148,9 +151,9 @@ def _factors(rank: int, world: int) -> None:
         for size in (s for s in (1, 2, 4) if world % s == 0):
             gradients = []
             for factor in (None, 2.0, 0.5):
-                model = layerzero.shard_model(
-                    nn.Linear(4, 4), mesh=mesh_of(size), gradient_divide_factor=factor, **settings
-                )
+                model = layerzero.shard_model(nn.Linear(4, 4), mesh=mesh_of(size), **settings)
+                if factor is not None:
+                    model.set_gradient_divide_factor(factor)
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.fill_(1.0)
@@ -170,7 +173,7 @@ def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "4", True])
 def test_a_divide_factor_that_is_no_positive_number_is_refused(factor: object) -> None:
     with pytest.raises((TypeError, ValueError), match="gradient_divide_factor"):
-        layerzero.LayerZeroConfig(gradient_divide_factor=factor)
+        set_gradient_divide_factor(nn.Linear(2, 2), factor)
 
 
 # --- buffers ---
@@ -204,7 +207,7 @@ def _buffers(rank: int) -> None:
     assert unit.norm.num_batches_tracked == 1 and unit.norm.running_mean.any() and unit.scratch.tolist() == [1, 1]
     assert "units.0.scratch" not in model.state_dict() and "units.0.table" in model.state_dict()
 
-    model = shard(Chain(Buffered(rank)), buffer_dtype=torch.bfloat16)
+    model = shard(Chain(Buffered(rank)), mp_policy=PrecisionPolicy(buffer_dtype=torch.bfloat16))
     unit = model.units[0]
     assert {unit.angles.dtype, unit.scratch.dtype, unit.norm.running_mean.dtype} == {torch.bfloat16}
     assert unit.table.dtype == torch.int32 and unit.norm.num_batches_tracked.dtype == torch.int64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.engine.reduction_spec import ReductionSpec
 from tests.support import late_backend
 from tests.support.graphs import batch, blocks, loss_of, shard
@@ -65,12 +67,14 @@ class Scale(nn.Module):
         return self.weight * x
 
 
+POLICY = [each.name for each in dataclasses.fields(PrecisionPolicy)]
+
+
 def _sharded(model: nn.Module, size: int, **settings: Any) -> nn.Module:
-    policy = {key: settings.pop(key) for key in ("param_dtype", "reduce_dtype", "output_dtype") if key in settings}
-    policy |= {key: settings.pop(key) for key in ("cast_forward_inputs",) if key in settings}
+    policy = {key: settings.pop(key) for key in POLICY if key in settings}
     units = settings.pop("units", getattr(model, "UNITS", None))
     return layerzero.shard_model(
-        model, mesh=mesh_of(size), units=units, mp_policy=MixedPrecisionPolicy(**policy), **settings
+        model, mesh=mesh_of(size), units=units, mp_policy=PrecisionPolicy(**policy), **settings
     )
 
 
@@ -221,7 +225,7 @@ def _reduce(rank: int) -> None:
                 size,
                 param_dtype=BF16,
                 reduce_dtype=reduce_dtype,
-                replica_reduce_dtype=replica_reduce_dtype,
+                mp_policy=PrecisionPolicy(replica_reduce_dtype=replica_reduce_dtype),
                 accumulation=accumulation,
             )
             layerzero.traffic(model, reset=True)

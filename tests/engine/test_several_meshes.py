@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import UnitCall
 from layerzero.engine.scheduler import Scheduler
@@ -205,7 +206,7 @@ def test_ranks_may_call_no_experts_in_any_model() -> None:
 def test_ranks_of_a_device_may_call_no_experts(world_size: int) -> None:
     """Run the collectives of each rank one at a time, in the order of their launches."""
     cases = [
-        (kind, (1, 2, 1 if world_size == 2 else size), each | {"offload_grads": kind == "frozen"})
+        (kind, (1, 2, 1 if world_size == 2 else size), each | {"offload": Offload(grads=kind == "frozen")})
         for kind, (ep, _, size), each in PROGRAMS
         if ep == 1
     ]

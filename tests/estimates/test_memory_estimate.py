@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero import Offload, PrecisionPolicy
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBufferPool, Size
 from layerzero.engine import reduction_queue
@@ -176,14 +177,15 @@ def test_every_kind_of_memory_is_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
 
-OFFLOADED = {"offload_grads": True, "offload_optimizer": True}
+OFFLOADED = {"offload": Offload(grads=True, optimizer=True)}
 
 
 def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
     warnings.simplefilter("ignore")  # the CPU has no device memory to free
     modes = [(size, mode) for size, mode in _layouts(sizes) if mode != "local"]
-    for (size, mode), policy, offloads in itertools.product(modes, POLICIES, ({}, OFFLOADED)):
-        settings = {"accumulation": mode, "accumulation_dtype": torch.bfloat16, **offloads}
+    for (size, mode), each, offloads in itertools.product(modes, POLICIES, ({}, OFFLOADED)):
+        policy = PrecisionPolicy.of(each, accumulation_dtype=torch.bfloat16)
+        settings = {"accumulation": mode, **offloads}
         model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, **settings)
         pool, optimizer = get_state(model).pools.scratch, None
         for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
@@ -205,9 +207,9 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None, st
     plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
     others = (
         {"prefetch": 3},
-        {"offload_grads": True},
+        {"offload": Offload(grads=True)},
         OFFLOADED,
-        {"reduce_scatter_with_fp32_accumulation": True},
+        {"mp_policy": PrecisionPolicy.of(POLICIES[1], fp32_accumulation=True)},
     )
     every = [*plain, *((*layout, POLICIES[1], s) for layout in _layouts((2,)) for s in others)]
     if accumulation_dtype is not None:
@@ -216,8 +218,9 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None, st
         mesh, case = mesh_on(NAME, size), (size, mode, policy, settings)
         with Device().installed():
             chain = Chain(*(_Wide(width) for width in (3, 40, 7, 7, 5, 7, 7))).float()
-            dtype = {"accumulation_dtype": accumulation_dtype}
-            model = shard(chain, mesh=mesh, mp_policy=policy, accumulation=mode, **dtype, **settings)
+            more = {"mp_policy": policy, **settings}
+            more["mp_policy"] = PrecisionPolicy.of(more["mp_policy"], accumulation_dtype=accumulation_dtype)
+            model = shard(chain, mesh=mesh, accumulation=mode, **more)
             _train(model, rank, (1, 3))
             _assert_predicted(model, case)
             pool = get_state(model).pools.scratch

@@ -96,7 +96,7 @@ LINK_ROWS = {  # row of docs/slow-links.md: key of the records
     "bf16 gradients": "layerzero/A4/bf16",
     "`Int8Blocks()`": "layerzero-int8/A4/fp32",
     "`Int4Blocks()`": "layerzero-int4/A4/fp32",
-    'fp32 gradients, `refresh_codec="lossless"`': "layerzero-lossless/A4/fp32",
+    'fp32 gradients, `Codecs(refresh="lossless")`': "layerzero-lossless/A4/fp32",
     '`Int4Blocks()`, `"lossless"`': "layerzero-int4-lossless/A4/fp32",
     "`Int4Blocks()`, `Int4Difference()`": "layerzero-int4-int4/A4/fp32",
     "a [site](sites.md) per node, H = 16, 4 fragments, int4": "layerzero-sites/A4/fp32",

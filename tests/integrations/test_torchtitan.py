@@ -269,7 +269,7 @@ def _refused(rank: int, folder: str, section: str, field: str, value: Any, messa
     ("section", "field", "value", "message"),
     [
         ("parallelism", "spmd_backend", "spmd_types", "--parallelism.spmd_backend partial_dtensor"),
-        ("training", "enable_cpu_offload", True, "offload_optimizer=True"),
+        ("training", "enable_cpu_offload", True, "Offload.optimizer=True"),
         ("parallelism", "enable_fsdp_symm_mem", True, "Leave it out"),
         ("parallelism", "pipeline_parallel_degree", 2, "docs/pipelines.md"),
         ("parallelism", "context_parallel_degree", 2, "tensor_parallel_degree"),
@@ -288,7 +288,7 @@ def test_what_torchtitan_says_itself_is_not_given_twice(tmp_path: Path) -> None:
     (tmp_path / "layerzero.yaml").write_text("zero3_size: 2\n")
     for given, message in {
         ("config_file", str(tmp_path / "layerzero.yaml")): "zero3_size.*data_parallel_shard_degree",
-        ("mp_policy", torch.distributed.fsdp.MixedPrecisionPolicy()): "mixed_precision_param",
+        ("mp_policy", torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16)): "mixed_precision_param",
         ("units", ("Attention",)): "the units are the layers",
         ("ignored_modules", ("norm",)): "does not average gradients",
         ("reshard_after_forward", False): "fsdp_reshard_after_forward",

@@ -188,7 +188,7 @@ def _refused_files(rank: int, folder: str) -> list[str]:
         (MINDSPEED, ["--fp16"]),
         (f"prefetch: {rank}", []),
         ("units: [Nowhere]", []),
-        ("gradient_divide_factor: 2", []),
+        ("offload_grads: true", []),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"\w") as raised:
@@ -197,7 +197,7 @@ def _refused_files(rank: int, folder: str) -> list[str]:
     fused = "--no-gradient-accumulation-fusion"
     with pytest.raises(ValueError, match=f'Use accumulation="full".*{fused}'):
         ours(rank, [], without=fused)
-    file.write_text("accumulation: full\naccumulation_dtype: bf16")
+    file.write_text("accumulation: full\nmp_policy: {accumulation_dtype: bf16}")
     with pytest.raises(ValueError, match=f"Remove accumulation_dtype.*{fused}"):
         ours(rank, ["--layerzero-config", str(file)], without=fused)
     return texts
@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_is_refused_on_all_ranks(tmp_path: Path) -> None:
             "param_dtype in --layerzero-config is torch.bfloat16, but Megatron computes in torch.float16",
             "prefetch",
             "units of --layerzero-config contains Nowhere",
-            "gradient_divide_factor in --layerzero-config is not supported, because --calculate-per-token-loss",
+            "offload_grads is no longer a setting of shard_model. Use offload=layerzero.Offload(grads=...)",
         ]
         for expected, text in zip(said, texts, strict=True):
             assert expected in text

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero.megatron
+from layerzero import Offload, PrecisionPolicy
 from tests.support.megatron_ranks import Case, make_chunks, make_config, make_ours, megatron
 from tests.support.ranks import run_ranks
 
@@ -29,10 +30,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # settings of the
     (FUSED, {"zero3_size": 1, "accumulation": "local"}, FULL),
     (
         FUSED,
-        {"accumulation": "full", "accumulation_dtype": torch.bfloat16},
+        {"accumulation": "full", "mp_policy": PrecisionPolicy(accumulation_dtype=torch.bfloat16)},
         "and accumulation_dtype exclude each other",
     ),
-    (FUSED, {"accumulation": "full", "offload_grads": True}, "and offload_grads=True exclude each other"),
+    (FUSED, {"accumulation": "full", "offload": Offload(grads=True)}, r"and Offload\(grads=True\) exclude each other"),
     ({}, {"zero3_size": 3}, r"zero3_size=3 does not divide the 2 data-parallel.*Use one of \[1, 2\]"),
     ({}, {"units": lambda name, module: False}, "must be the only parameter of its unit on both"),
 ]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
@@ -69,7 +70,7 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
     world = dist.get_world_size()
     replicas, on_replicas = world // zero3_size, []
     for elementwise in (False, True):
-        model = blocks_on(zero3_size, replica_reduce_dtype=BF16)
+        model = blocks_on(zero3_size, mp_policy=PrecisionPolicy(replica_reduce_dtype=BF16))
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model, elementwise=elementwise)
         a_step(model, optimizer)
         counts = []

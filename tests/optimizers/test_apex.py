@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero import checkpoint, optimizers
+from layerzero import Offload, checkpoint, optimizers
 from layerzero.optimizers.apex import with_preparation
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.compatibility_trial import find_row_difference, group_kind, steps_matrices_separately
@@ -385,11 +385,11 @@ def test_what_else_would_train_something_else_is_refused() -> None:
 
 
 def _refused_on_all_ranks(rank: int) -> None:
-    with pytest.warns(UserWarning, match="offload_optimizer"):
-        model = shard(integer_net(), offload_optimizer=True)
+    with pytest.warns(UserWarning, match="optimizer=True"):
+        model = shard(integer_net(), offload=Offload(optimizer=True))
     for kind in (apex.FusedAdam, apex.FusedLAMB):
         settings = NO_LIMIT if kind is apex.FusedLAMB else {}
-        with pytest.raises(NotImplementedError, match=rf"Apex's {kind.__name__}.*offload_optimizer=True.*need CUDA"):
+        with pytest.raises(NotImplementedError, match=rf"Apex's {kind.__name__}.*Offload.optimizer=True.*need CUDA"):
             layerzero.shard_optimizer(kind(model.parameters(), **settings), model)
     layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 import layerzero
+from layerzero import Offload
 from tests.support.models import assert_close, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -61,7 +62,7 @@ def step(model: nn.Module, optimizer: Optimizer) -> None:
 
 def sharded(model: nn.Module, zero3_size: int, **settings: Any) -> nn.Module:
     with warnings.catch_warnings():  # on the CPU, offloading has no effect
-        warnings.filterwarnings("ignore", message="offload_optimizer=True on cpu")
+        warnings.filterwarnings("ignore", message="Offload.optimizer=True. on cpu")
         return layerzero.shard_model(model, mesh=mesh_of(zero3_size), units=["first", "second"], **settings)
 
 
@@ -79,7 +80,7 @@ def expect_factors(model: nn.Module, case: Any) -> None:
 
 def _attributes(rank: int, zero3_size: int) -> None:
     for set_at in ("before shard_model", "after shard_model", "after shard_optimizer"):
-        for settings, elementwise in (({}, None), ({"offload_optimizer": True}, None), ({}, False)):
+        for settings, elementwise in (({}, None), ({"offload": Offload(optimizer=True)}, None), ({}, False)):
             model = Net()
             early = Scaled(model.parameters())
             if set_at == "before shard_model":

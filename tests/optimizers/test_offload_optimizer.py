@@ -1,4 +1,4 @@
-"""`offload_optimizer`: the host updates with the same bits, and does not access memory that is still being copied.
+"""`Offload.optimizer`: the host updates with the same bits, and does not access memory that is still being copied.
 
 There is no device here whose copies run late: see tests/support/late_transfers.py. Odd graphs and failures are in
 engine/test_gradient_offload.py.
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero import checkpoint
+from layerzero import Offload, checkpoint
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.gradient_storage import HostStorage
 from layerzero.engine.hooks import get_state
@@ -104,7 +104,7 @@ def _keeps_a_gradient(rank: int) -> None:
     """Read a kept gradient after a backward pass whose used parameters the ranks have not agreed on yet."""
     with late():
         model = layerzero.shard_model(
-            OptionalBias(2), mesh=mesh_of(2), units=["units.0", "units.1"], offload_optimizer=True
+            OptionalBias(2), mesh=mesh_of(2), units=["units.0", "units.1"], offload=Offload(optimizer=True)
         )
     kept = None
     for step in range(1, 4):
@@ -127,7 +127,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
         expected = _train(model, optimizer, rank, steps, pattern)
         for grads in (False, True):
             with late():
-                model = _shard(zero3_size, offload_optimizer=True, offload_grads=grads, **settings)
+                model = _shard(zero3_size, offload=Offload(optimizer=True, grads=grads), **settings)
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             seen = _train(model, optimizer, rank, steps, pattern)
             for index, (ours, theirs) in enumerate(zip(seen, expected, strict=True)):
@@ -153,7 +153,7 @@ def _without_waiting(rank: int) -> None:
     model = _shard(2)
     expected = _train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(2), (False,))
     with late():
-        model = _shard(2, offload_optimizer=True)
+        model = _shard(2, offload=Offload(optimizer=True))
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with mock.patch.object(HostStorage, "wait_for_host", lambda place: None):
         seen = _train(model, optimizer, rank, range(2), (False,))
@@ -166,7 +166,7 @@ def test_a_host_that_reads_gradients_too_early_is_noticed() -> None:
 
 def _where(rank: int) -> None:
     with late():
-        model = _shard(2, mp_policy=LOW, offload_optimizer=True)
+        model = _shard(2, mp_policy=LOW, offload=Offload(optimizer=True))
     (transfers,) = LateTransfers.made
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     for step in range(3):
@@ -199,7 +199,7 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
 
     model, optimizer = made()
     with late():
-        offloaded = made(offload_optimizer=True)
+        offloaded = made(offload=Offload(optimizer=True))
     ema = layerzero.EMA(offloaded[0], decay=0.5)
     for each in ((model, optimizer), offloaded):
         _train(*each, rank, range(2), (False,))
@@ -224,16 +224,16 @@ def test_checkpoints_averages_and_whole_states_do_not_care_where_masters_are(tmp
 
 def _refused(rank: int) -> None:
     with late():
-        model = _shard(2, offload_optimizer=True)
-    with pytest.raises(NotImplementedError, match=r"offload_optimizer.*full parameters.*offload_optimizer=False"):
+        model = _shard(2, offload=Offload(optimizer=True))
+    with pytest.raises(NotImplementedError, match=r"optimizer=True.*full parameters.*optimizer=False"):
         layerzero.shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
-    with pytest.raises(TypeError, match="offload_optimizer must be a bool"):
-        _shard(2, offload_optimizer="yes")
+    with pytest.raises(TypeError, match="optimizer must be a bool"):
+        Offload(optimizer="yes")
     with pytest.warns(
         UserWarning,
-        match=r"^offload_optimizer=True on cpu: .* to free\. Results do not change\. Leave the setting out$",
+        match=r"^Offload\(optimizer=True\) on cpu: .* to free\. Results do not change\. Leave offload out$",
     ):
-        _shard(2, offload_optimizer=True)
+        _shard(2, offload=Offload(optimizer=True))
 
 
 def test_what_cannot_be_updated_by_the_host_is_refused() -> None:
@@ -245,7 +245,7 @@ def _scaled(rank: int, zero3_size: int, references: list[test_grad_scaler.Refere
     for mode, clip in (("sharded", "layerzero"), ("full", None)):
         with late():
             settings = {"accumulation": mode, "mp_policy": test_grad_scaler.POLICIES["fp16"]}
-            model, optimizer = test_grad_scaler.shard(mesh_of(zero3_size), offload_optimizer=True, **settings)
+            model, optimizer = test_grad_scaler.shard(mesh_of(zero3_size), offload=Offload(optimizer=True), **settings)
         seen += test_grad_scaler.follow(model, optimizer, rank, references, clip, f"S={zero3_size} {mode}", exact=True)
     return seen
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero import Codecs, Offload
 from layerzero.dtensor.local_shard import plain
 from layerzero.outer_steps import OuterSteps
 from tests.support.models import (
@@ -320,13 +321,13 @@ def test_errors_of_messages_enter_the_next_exchange(codec: object, bits: int) ->
 def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
     mesh = sites_of(1, 2) if settings.pop("one_site", False) else sites_of(2, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # offload_optimizer frees no memory on a CPU
+        warnings.simplefilter("ignore", UserWarning)  # Offload.optimizer frees no memory on a CPU
         trained = build(mesh, settings=settings, every=2, fragments=2, delay=1)
     for step in range(5):
         advance(trained, rank, step)
         assert layerzero.fingerprint(trained[0]).ok, f"step {step}"
     found = layerzero.memory(trained[0]).measured
-    kind = "host_outer" if settings.get("offload_optimizer") else "outer"
+    kind = "host_outer" if "offload" in settings else "outer"
     masters = sum(handle.weights.master.numel() for handle in trained[2]._handles)
     assert found[kind] == trained[2].nbytes == 8 * masters
     layerzero.close(trained[0])
@@ -341,8 +342,8 @@ def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
     "settings",
     [
         {"mp_policy": BF16},
-        {"mp_policy": BF16, "one_site": True, "refresh_codec": "lossless"},
-        {"offload_optimizer": True},
+        {"mp_policy": BF16, "one_site": True, "codecs": Codecs(refresh="lossless")},
+        {"offload": Offload(optimizer=True)},
         {"mp_policy": BF16, "accumulation": "full"},
     ],
     ids=["bf16", "lossless refresh", "offload", "full"],
@@ -520,7 +521,7 @@ def test_a_missed_synchronous_step_raises() -> None:
 
 def _keep_residuals(rank: int) -> None:
     mesh = sites_of(1, 2)
-    trained = build(mesh, settings={"hop2_codec": layerzero.Int4Blocks()}, every=2)
+    trained = build(mesh, settings={"codecs": Codecs(hop2=layerzero.Int4Blocks())}, every=2)
     advance(trained, rank, 0)
 
     def stored() -> float:
@@ -556,7 +557,10 @@ def _copies(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))
     torch.manual_seed(0)
     model = parallelize_module(Split(), mesh["tp"], {"up": ColwiseParallel()})
-    for codec in ({"hop2_codec": layerzero.Int8Blocks()}, {"refresh_codec": layerzero.Int4Difference()}):
+    for codec in (
+        {"codecs": Codecs(hop2=layerzero.Int8Blocks())},
+        {"codecs": Codecs(refresh=layerzero.Int4Difference())},
+    ):
         with pytest.raises(ValueError, match="tensor-parallel"):
             layerzero.shard_model(model, mesh=mesh["dp"], mp_policy=BF16, **codec)
     model = layerzero.shard_model(model, mesh=mesh["dp"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, Block, batch, blocks, one_pass, train_step
@@ -27,8 +28,8 @@ UNITS = 12
 def _sharded(size: int = 2, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     model = blocks(UNITS)
-    if settings.get("offload_optimizer"):
-        warnings.filterwarnings("ignore", message="offload_optimizer=True on")
+    if "offload" in settings:
+        warnings.filterwarnings("ignore", message="Offload.optimizer=True. on")
     return layerzero.shard_model(model, mesh=mesh_of(size), units={Block}, **settings)
 
 
@@ -80,7 +81,7 @@ def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> No
         (1, {}, True),
         (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
         (4, {}, False),  # nothing is sent
-        (4, {"offload_optimizer": True}, True),
+        (4, {"offload": Offload(optimizer=True)}, True),
     ],
 )
 def test_the_first_units_travel_while_the_last_are_updated(size: int, settings: dict[str, Any], in_parts: bool) -> None:
@@ -135,7 +136,7 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload_optimizer": True})]
+    ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload": Offload(optimizer=True)})]
 )
 def test_parts_have_the_bits_of_the_whole(size: int, settings: dict[str, Any]) -> None:
     run_ranks(_same, size, settings, world_size=WORLD)

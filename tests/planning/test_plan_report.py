@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import cli_planning
 from layerzero.cli import app
-from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
+from layerzero.integrations.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
 from layerzero.planning.estimator import _CODING, _CRITERIA, _REFRESH_CODING, ALIKE_TEXT, StepCost
 from layerzero.planning.plan_html import _MEMORY_KINDS, _MEMORY_TEXTS, report_html

@@ -71,7 +71,7 @@ def test_every_install_line_brings_what_it_promises() -> None:
         "docs/megatron.md",
         "layerzero/__main__.py",
         "layerzero/checkpoint/checksums.py",
-        "layerzero/config/yaml_file.py",
+        "layerzero/integrations/yaml_file.py",
     }
 
 

@@ -19,7 +19,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Tensor subclasses with all-gather extensions that pad": (
         "dtensor/test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",
     ),
-    "**Unnoticed:** `reshard_after_forward=8` and `gather_codec`": (
+    "**Unnoticed:** `reshard_after_forward=8` and `Codecs.gather`": (
         "dtensor/test_extensions.py::test_what_it_takes_and_sends_is_counted",
         "integrations/test_torchao.py::test_float8_data_travel_and_scales_need_no_step_of_their_own",
     ),
@@ -45,11 +45,11 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Hyperparameters that differ": (
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
     ),
-    '`refresh_codec="lossless"` on accelerators': (
+    '`Codecs(refresh="lossless")` on accelerators': (
         "slow_links/test_encoded_refresh.py::test_devices_are_refused",
         "slow_links/test_encoded_refresh.py::test_settings_are_checked",
     ),
-    "**Unnoticed:** with `refresh_codec=layerzero.Int4Difference()`": (
+    "**Unnoticed:** with `Codecs(refresh=Int4Difference())`": (
         "slow_links/test_encoded_refresh.py::test_streams_have_the_weights_of_forward_passes",
         "slow_links/test_encoded_refresh.py::test_a_resumed_run_begins_with_the_cast_masters",
         "slow_links/test_encoded_refresh.py::test_fingerprints_compare_replicas_only",
@@ -58,14 +58,14 @@ COVERED: dict[str, tuple[str, ...]] = {
     "`checkpoint.on_signal` outside the main thread": (
         "checkpoint/test_preemption.py::test_a_thread_that_python_gives_no_signals_is_refused",
     ),
-    "`hop2_codec` or `layerzero.Int4Difference()` with copies": (
+    "`Codecs.hop2` or `layerzero.Int4Difference()` with copies": (
         "optimizers/test_outer_steps.py::test_copies_on_tensor_parallel_ranks_stay_equal",
     ),
     "zstandard on some machines only": ("slow_links/test_encoded_refresh.py::test_settings_are_checked",),
-    "`hop2_codec=layerzero.Int4Blocks()` with fp16": (
+    "`Codecs(hop2=Int4Blocks())` with fp16": (
         "slow_links/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
     ),
-    "`offload_params=True` copies weights": (
+    "`Offload(params=True)` copies weights": (
         "engine/test_offload_params.py::test_streams_of_a_device_order_every_copy_of_weights",
     ),
     "After `layerzero.close(model)`": (
@@ -402,11 +402,11 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/transport/test_shared_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
     ),
     "Inside Megatron": ("megatron/test_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",),
-    "`offload_optimizer=True`": (
+    "`Offload(optimizer=True)`": (
         "optimizers/test_offload_optimizer.py::test_what_cannot_be_updated_by_the_host_is_refused",
         "optimizers/test_offload_optimizer.py::test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step",
     ),
-    "`offload_grads=True`": (
+    "`Offload(grads=True)`": (
         "engine/test_gradient_offload.py::test_every_accumulator_lies_in_the_host_and_two_units_on_the_device",
         "engine/test_gradient_offload.py::test_without_a_device_there_is_one_warning",
         "project/test_limits_loops.py::test_with_one_replica_there_are_no_accumulators_to_offload",
@@ -439,7 +439,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "If a backend does not report its timeout": (
         "comm/test_third_party_backend.py::test_groups_have_the_timeout_that_the_backend_tells_or_torchs",
     ),
-    "**Unnoticed:** with `gather_codec`": (
+    "**Unnoticed:** with `Codecs.gather`": (
         "slow_links/test_codecs.py::test_all_ranks_compute_with_the_same_decoded_weights",
         "slow_links/test_codecs.py::test_where_nothing_is_gathered_it_has_no_effect",
         "slow_links/test_codecs.py::test_coding_takes_scratch_for_some_rows_at_once",

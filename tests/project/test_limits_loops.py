@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     WIDTH,
@@ -316,7 +317,7 @@ def test_a_surprise_in_the_order_of_units_costs_16_bytes() -> None:
 def _offload_with_one_replica(rank: int) -> None:
     for size, moved in ((2, True), (4, False)):
         with late():
-            model = shard(blocks(2), size, offload_grads=True)
+            model = shard(blocks(2), size, offload=Offload(grads=True))
         with layerzero.no_sync(model):
             one_pass(model, rank, 0)
         assert (layerzero.memory(model).measured.get("host_accumulator", 0) > 0) == moved, size

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import DIGEST_BYTES
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
@@ -39,7 +40,7 @@ class Precision:
     @property
     def settings(self) -> dict[str, object]:
         policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
-        return {"mp_policy": policy, "replica_reduce_dtype": self.replica_reduce}
+        return {"mp_policy": PrecisionPolicy.of(policy, replica_reduce_dtype=self.replica_reduce)}
 
 
 FP32, BF16 = torch.float32, torch.bfloat16

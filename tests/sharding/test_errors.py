@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero import Codecs, LayerZeroConfig, Offload, PrecisionPolicy
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
@@ -239,10 +240,12 @@ CASES: dict[str, Case] = {
         partial(_shard, accumulation=lambda name, module: "half"), ValueError, ("accumulation", "half", "sharded")
     ),
     "accumulation_dtype of fp16": Case(
-        partial(_shard, accumulation_dtype=torch.float16), ValueError, ("accumulation_dtype", "float16", "bfloat16")
+        partial(PrecisionPolicy, accumulation_dtype=torch.float16),
+        ValueError,
+        ("accumulation_dtype", "float16", "bfloat16"),
     ),
     "accumulation_dtype with local accumulation": Case(
-        partial(_shard, accumulation_dtype=torch.bfloat16, accumulation="local"),
+        partial(_shard, mp_policy=PrecisionPolicy(accumulation_dtype=torch.bfloat16), accumulation="local"),
         ValueError,
         ("accumulation_dtype", "'local'", "sharded", "full"),
     ),
@@ -264,7 +267,13 @@ CASES: dict[str, Case] = {
     "sharding a model with a sharded part": Case(_shard_around_a_sharded_part, ValueError, ("second", "already")),
     "sharding a part of a sharded model": Case(_shard_a_part_of_a_sharded_model, ValueError, ("already|part of",)),
     "something that is no module": Case(lambda: _shard([nn.Linear(2, 2)]), TypeError, ("model", "list", "Module")),
-    "offload_grads": Case(partial(_shard, offload_grads="pinned"), TypeError, ("offload_grads", "bool", "pinned")),
+    "offload of wrong type": Case(partial(_shard, offload="grads"), TypeError, ("offload", "grads", "Offload")),
+    "codecs of wrong type": Case(partial(_shard, codecs="int8"), TypeError, ("codecs", "int8", "Codecs")),
+    "an old name": Case(
+        partial(_shard, offload_grads=True),
+        TypeError,
+        ("offload_grads", r"offload=layerzero\.Offload\(grads="),
+    ),
     "integer param_dtype": Case(
         partial(_shard_with_dtypes, param_dtype=torch.int32), BAD, ("param_dtype", "int32", "float")
     ),
@@ -281,7 +290,9 @@ CASES: dict[str, Case] = {
         partial(_shard, mp_policy=torch.bfloat16), TypeError, ("mp_policy", "dtype", "MixedPrecisionPolicy")
     ),
     "integer replica_reduce_dtype": Case(
-        partial(_shard, replica_reduce_dtype=torch.int32), BAD, ("replica_reduce_dtype", "int32", "float")
+        partial(PrecisionPolicy, replica_reduce_dtype=torch.int32),
+        BAD,
+        ("replica_reduce_dtype", "int32", "float"),
     ),
     "negative prefetch": Case(partial(_shard, prefetch=-1), ValueError, ("prefetch", "-1", r"\b0\b|negative")),
     "fractional prefetch": Case(partial(_shard, prefetch=0.5), BAD, ("prefetch", r"0\.5|float", "int")),
@@ -379,20 +390,67 @@ def test_function_of_an_unsharded_model_needs_no_process_group_to_refuse(name: s
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("policy", "settings"),
     [
-        {"zero3_size": "8"},
-        {"zero3_size": 0},
-        {"accumulation": "none"},
-        {"prefetch": -3},
-        {"replica_reduce_dtype": torch.uint8},
-        {"mp_policy": None},
-        {"sync_module_states": 1},
-        {"reshard_after_forward": None},
+        (LayerZeroConfig, {"zero3_size": "8"}),
+        (LayerZeroConfig, {"zero3_size": 0}),
+        (LayerZeroConfig, {"accumulation": "none"}),
+        (LayerZeroConfig, {"prefetch": -3}),
+        (LayerZeroConfig, {"mp_policy": torch.bfloat16}),
+        (LayerZeroConfig, {"offload": True}),
+        (LayerZeroConfig, {"codecs": "lossless"}),
+        (LayerZeroConfig, {"sync_module_states": 1}),
+        (LayerZeroConfig, {"reshard_after_forward": None}),
+        (PrecisionPolicy, {"replica_reduce_dtype": torch.uint8}),
+        (PrecisionPolicy, {"buffer_dtype": "bf16"}),
+        (PrecisionPolicy, {"fp32_accumulation": 1}),
+        (Offload, {"grads": "pinned"}),
+        (Offload, {"pin_memory": False}),
+        (Codecs, {"refresh": "zip"}),
     ],
     ids=str,
 )
-def test_config_refuses_a_bad_setting_by_name(settings: dict[str, Any]) -> None:
+def test_policies_refuse_a_bad_setting_by_name(policy: type, settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises((TypeError, ValueError), match=name):
-        layerzero.LayerZeroConfig(**settings)
+        policy(**settings)
+
+
+OLD_NAMES = {
+    **dict.fromkeys(("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype"), PrecisionPolicy),
+    "reduce_scatter_with_fp32_accumulation": PrecisionPolicy,
+    **dict.fromkeys(("offload_grads", "offload_optimizer", "offload_params", "pin_memory"), Offload),
+    **dict.fromkeys(("gather_codec", "hop2_codec", "refresh_codec"), Codecs),
+}
+
+
+def test_an_old_name_is_refused_with_its_new_place() -> None:
+    for name, policy in OLD_NAMES.items():
+        with pytest.raises(TypeError, match=name) as raised:
+            layerzero.shard_model(nn.Linear(2, 2), **{name: None})
+        place = re.search(rf"=layerzero\.{policy.__name__}\((\w+)=\.\.\.\)$", str(raised.value))
+        assert place is not None and hasattr(policy(), place[1]), raised.value
+    with pytest.raises(TypeError, match=r"Use model\.set_gradient_divide_factor"):
+        layerzero.shard_model(nn.Linear(2, 2), gradient_divide_factor=1.0)
+
+
+def test_torchs_policies_are_accepted() -> None:
+    config = LayerZeroConfig(offload=CPUOffloadPolicy(pin_memory=False), mp_policy=None, codecs=None)
+    assert config.offload == Offload(grads=True, optimizer=True, params=True, pin_memory=False)
+    assert LayerZeroConfig(offload=OffloadPolicy()) == LayerZeroConfig(offload=None) == LayerZeroConfig()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float16, cast_forward_inputs=False)
+    ours = PrecisionPolicy.of(policy, fp32_accumulation=True)
+    assert ours.torch_policy == policy and ours.fp32_accumulation
+
+
+def test_fields_of_the_full_model_are_read_from_the_policy_of_the_root() -> None:
+    root = PrecisionPolicy(torch.bfloat16, replica_reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    unit = PrecisionPolicy(accumulation_dtype=torch.bfloat16)
+    model = integer_net()
+    config = LayerZeroConfig(mp_policy=lambda name, module: unit if name else root)
+    found = config.unit_settings("first", model.first, 2, config.root_policy(model)).policy
+    assert (found.param_dtype, found.accumulation_dtype) == (None, torch.bfloat16)
+    assert found.replica_reduce_dtype == found.buffer_dtype == torch.bfloat16
+    other = LayerZeroConfig(mp_policy=lambda name, module: root if name else unit)
+    with pytest.raises(ValueError, match=r"replica_reduce_dtype of mp_policy\('first', module\) is torch.bfloat16"):
+        other.unit_settings("first", model.first, 2, unit)

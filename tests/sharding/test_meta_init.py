@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero import PrecisionPolicy
 from layerzero.sharding.meta_init import fill_sentinel, has_sentinel
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -105,7 +106,7 @@ def _unwritten_buffers(rank: int) -> None:
     _refused(model, INV_FREQ)
     model.rotary.inv_freq = Rotary.table()
     _same_as(source, model)
-    for settings in ({"buffer_dtype": torch.bfloat16}, {"sync_module_states": False}):
+    for settings in ({"mp_policy": PrecisionPolicy(buffer_dtype=torch.bfloat16)}, {"sync_module_states": False}):
         model = _shard(_nothing, **settings)
         layerzero.load_full_state_dict(model, source.state_dict())
         _refused(model, INV_FREQ)
@@ -133,7 +134,7 @@ def test_parameters_that_nothing_has_written_are_refused_at_the_first_forward() 
 
 def _right_recipes(rank: int, folder: str) -> None:
     source = _source()
-    for settings in ({}, {"sync_module_states": False}, {"buffer_dtype": torch.float32}):
+    for settings in ({}, {"sync_module_states": False}, {"mp_policy": PrecisionPolicy(buffer_dtype=torch.float32)}):
         model = _shard(_tables_only, **settings)
         layerzero.load_full_state_dict(model, source.state_dict())
         _same_as(source, model)

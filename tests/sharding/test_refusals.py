@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from torch.utils._pytree import tree_map
 
 import layerzero
+from layerzero import PrecisionPolicy
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -301,7 +302,7 @@ def _ways_out(rank: int) -> None:
     assert layerzero.traffic(model).calls["gather"] == 2 * 2
 
     # Buffers in the dtype of the computation.
-    _train(_shard(_normed(), mp_policy=BF16, buffer_dtype=torch.bfloat16))
+    _train(_shard(_normed(), mp_policy=PrecisionPolicy.of(BF16, buffer_dtype=torch.bfloat16)))
     _shard(_buffer_of(_quantized()), sync_module_states=False)(_x())
 
     # Parameters of tensor subclasses.

@@ -53,7 +53,6 @@ def _refuse(rank: int) -> None:
         (rename, {}, r"buffer 'table' is"),
         (None, {"units": ["linear"] if odd else None}, r"units is"),
         (None, {"prefetch": 1 + odd}, r"prefetch is 1 on rank [02] and 2 on rank [13]"),
-        (None, {"gradient_divide_factor": 1.0 + odd}, r"gradient_divide_factor is"),
         (None, {"accumulation": "full" if odd else "sharded"}, r"accumulation of the root"),
     ):
         net = Net(mesh["tp"])

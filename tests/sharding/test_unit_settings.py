@@ -131,7 +131,7 @@ def _wrong(rank: int) -> None:
         (
             {"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)},
             TypeError,
-            "param_dtype of the result of mp_policy",
+            "mp_policy.param_dtype must be a floating",
         ),
         ({"reshard_after_forward": lambda name, module: 4}, ValueError, r"reshard_after_forward\('', module\).* is 4"),
         ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be a bool.*'yes'"),

@@ -1,4 +1,4 @@
-"""Encoded weights in gathers: ``shard_model(gather_codec=...)``."""
+"""Encoded weights in gathers: ``Codecs(gather=...)``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layerzero
+from layerzero import Codecs
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
@@ -180,7 +181,7 @@ def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPa
 def _seen(rank: int) -> None:
     """Compare the weights used in a forward with the bf16 masters; they must be equal on all ranks."""
     for kept in (True, 2):
-        model = shard(gather_codec=layerzero.Float8Rows(), reshard_after_forward=kept)
+        model = shard(codecs=Codecs(gather=layerzero.Float8Rows()), reshard_after_forward=kept)
         train(model, rank, 2)
         seen: dict[str, Tensor] = {}
 
@@ -212,7 +213,9 @@ def test_all_ranks_compute_with_the_same_decoded_weights() -> None:
 
 
 def _learns(rank: int) -> None:
-    plain, coded = (train(shard(size=2, gather_codec=codec), rank, 40) for codec in (None, layerzero.Float8Rows()))
+    plain, coded = (
+        train(shard(size=2, codecs=Codecs(gather=codec)), rank, 40) for codec in (None, layerzero.Float8Rows())
+    )
     assert plain[-1] < plain[0] / 5, "it learns"
     assert plain != coded
     for ours, theirs in zip(coded, plain, strict=True):
@@ -229,7 +232,7 @@ def _own(rank: int) -> None:
     for settings in ({}, {"size": 2, "accumulation": "full"}, {"reshard_after_forward": 2}, {"prefetch": 2}):
         found = []
         for codec in (None, AsTheyAre()):
-            model = shard(gather_codec=codec, **settings)
+            model = shard(codecs=Codecs(gather=codec), **settings)
             train(model, rank)
             found.append(full_parameters(model))
         assert not different(*found), settings
@@ -250,7 +253,7 @@ def _beside_tensor_parallel(rank: int) -> None:
             mesh=mesh["dp"],
             units={Layer},
             mp_policy=BF16,
-            gather_codec=codec,
+            codecs=Codecs(gather=codec),
         )
         losses.append(train(model, mesh["dp"].get_local_rank()))
         weights.append(full_parameters(model))
@@ -282,7 +285,7 @@ def _counted(rank: int) -> None:
     ):
         sent = []
         for each in (None, codec):
-            model = shard(size=size, gather_codec=each, reshard_after_forward=kept)
+            model = shard(size=size, codecs=Codecs(gather=each), reshard_after_forward=kept)
             train(model, rank, 2)
             report = layerzero.memory(model)
             measured = {kind: nbytes for kind, nbytes in report.measured.items() if kind != "optimizer"}
@@ -310,7 +313,7 @@ def test_bytes_and_memory_are_those_that_are_predicted() -> None:
 
 def _without_gathers(rank: int) -> None:
     for size in (1, 2):
-        plain, coded = (shard(size=size, gather_codec=codec) for codec in (None, layerzero.Float8Rows()))
+        plain, coded = (shard(size=size, codecs=Codecs(gather=codec)) for codec in (None, layerzero.Float8Rows()))
         for model in (plain, coded):
             train(model, rank)
         assert not different(full_parameters(coded), full_parameters(plain))
@@ -366,12 +369,12 @@ def _refused(rank: int) -> None:
             {"mp_policy": None},
             "encodes weights in bf16 and fp16, but the model computes in .*float32.*param_dtype",
         ),
-        (codec if rank else None, {}, r"ranks disagree.*gather_codec"),
-        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of gather_codec for the root"),
-        (Shifted(rank), {}, r"ranks disagree.*gather_codec.*Shifted\(by="),
+        (codec if rank else None, {}, r"ranks disagree.*codecs.gather"),
+        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of Codecs.gather for the root"),
+        (Shifted(rank), {}, r"ranks disagree.*codecs.gather.*Shifted\(by="),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
-            shard(size=2, gather_codec=given, **settings)
+            shard(size=2, codecs=Codecs(gather=given), **settings)
 
 
 def test_what_is_no_codec_or_has_nothing_to_encode_is_refused() -> None:
@@ -380,10 +383,10 @@ def test_what_is_no_codec_or_has_nothing_to_encode_is_refused() -> None:
 
 def test_a_file_names_the_one_that_is_here(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
-    path.write_text("gather_codec: float8_rows\n")
+    path.write_text("codecs: {gather: float8_rows}\n")
     config = layerzero.LayerZeroConfig.from_yaml(path)
-    assert isinstance(config.gather_codec, layerzero.Float8Rows)
-    assert copy.copy(config).arguments()["gather_codec"] is config.gather_codec
-    path.write_text("gather_codec: int4\n")
-    with pytest.raises(ValueError, match="gather_codec is 'int4', but a file supports only float8_rows"):
+    assert isinstance(config.codecs.gather, layerzero.Float8Rows)
+    assert copy.copy(config).arguments()["codecs"] is config.codecs
+    path.write_text("codecs: {gather: int4}\n")
+    with pytest.raises(ValueError, match=r"codecs\.gather is 'int4', but a file supports only float8_rows"):
         layerzero.LayerZeroConfig.from_yaml(path)

@@ -1,10 +1,11 @@
-"""Refreshes that send differences: ``shard_model(refresh_codec="lossless")`` and ``Int4Difference()``."""
+"""Refreshes that send differences: ``Codecs(refresh="lossless")`` and ``Int4Difference()``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero import checkpoint
+from layerzero import Codecs, Offload, checkpoint
 from layerzero.comm.collectives import Collective, PendingCollective
 from layerzero.device.accelerator import default_device_type
 from layerzero.engine import weight_storage
@@ -41,8 +42,9 @@ EACH_CODEC = pytest.mark.parametrize("codec", ["lossless", INT4], ids=["lossless
 
 
 def _shard(size: int, codec: Any, **settings: Any) -> nn.Module:
-    settings = {"mp_policy": BF16, "units": {Layer}} | settings
-    return layerzero.shard_model(Net(), mesh=mesh_of(size), refresh_codec=codec, **settings)
+    settings = {"mp_policy": BF16, "units": {Layer}, "codecs": Codecs()} | settings
+    settings["codecs"] = replace(settings["codecs"], refresh=codec)
+    return layerzero.shard_model(Net(), mesh=mesh_of(size), **settings)
 
 
 def _backward(model: nn.Module, rank: int, step: int, micro_batches: int = 2) -> float:
@@ -177,7 +179,7 @@ def _skip(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, f
 
 
 def _resume(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    path = folder / f"{get_state(model).config.refresh_codec}-{step}"
+    path = folder / f"{get_state(model).config.codecs.refresh}-{step}"
     saved = optimizers[0] if len(optimizers) == 1 else None
     checkpoint.save(path, model, saved)
     masters = [handle.weights.master.clone() for handle in _handles(model)]
@@ -304,8 +306,8 @@ def test_all_replicas_have_the_same_weights(
         {"mp_policy": FP16},
         {"accumulation": "full"},
         {"accumulation": "local", "reshard_after_forward": False},
-        {"gather_codec": layerzero.Float8Rows()},
-        {"hop2_codec": layerzero.Int4Blocks()},
+        {"codecs": Codecs(gather=layerzero.Float8Rows())},
+        {"codecs": Codecs(hop2=layerzero.Int4Blocks())},
         {"units": None},
     ],
     ids=str,
@@ -319,7 +321,7 @@ def test_weights_are_right_with_other_settings(codec: Any, settings: dict[str, A
 
 def _without_forward(rank: int, codec: Any, setting: str | None) -> list[list[str]]:
     """Steps follow each other without a forward pass, and a parameter is frozen for a while."""
-    settings = {} if setting is None else {setting: True}
+    settings = {} if setting is None else {"offload": Offload(**{setting: True})}
     with nullcontext() if setting is None else pytest.warns(UserWarning, match=setting):
         models = [_shard(2, each, **settings) for each in ((None, codec) if codec == "lossless" else (codec,))]
     for model in models:
@@ -342,7 +344,7 @@ def _without_forward(rank: int, codec: Any, setting: str | None) -> list[list[st
 
 
 @EACH_CODEC
-@pytest.mark.parametrize("setting", [None, "offload_optimizer", "offload_params"])
+@pytest.mark.parametrize("setting", [None, "optimizer", "params"])
 def test_offloading_steps_without_a_forward_pass_and_frozen_parameters(codec: Any, setting: str | None) -> None:
     _assert_replicas_agree(run_ranks(_without_forward, codec, setting), 2)
 
@@ -738,23 +740,24 @@ def test_observers_and_the_watchdog_see_encoded_refreshes() -> None:
 def _refused(rank: int) -> None:
     fp32 = {"mp_policy": MixedPrecisionPolicy()}
     for codec, settings, text in (
-        ("zip", {}, r"refresh_codec='zip' is not supported. Use one of"),
-        (layerzero.Int4Blocks(), {}, r"refresh_codec=Int4Blocks\(.*\) is not supported. Use one of .*Int4Difference"),
-        (layerzero.Int4Difference, {}, r"refresh_codec=<class.*Int4Difference'> is not supported"),
+        ("zip", {}, r"refresh='zip' is not supported. Use one of"),
+        (layerzero.Int4Blocks(), {}, r"refresh=Int4Blocks\(.*\) is not supported. Use one of .*Int4Difference"),
+        (layerzero.Int4Difference, {}, r"refresh=<class.*Int4Difference'> is not supported"),
         ("lossless", fp32, r"but the model computes in torch.float32. Set param_dtype in mp_policy"),
         (INT4, fp32, r"but the model computes in torch.float32. Set param_dtype in mp_policy"),
-        (None, {"hop2_codec": INT4}, "hop2_codec must be an object with the methods"),
-        (None, {"gather_codec": INT4}, "gather_codec must be an object with the methods"),
-        ("lossless" if rank else None, {}, r"ranks disagree.*refresh_codec"),
-        (INT4 if rank else None, {}, r"ranks disagree.*refresh_codec"),
-        (INT4 if rank else "lossless", {}, r"ranks disagree.*refresh_codec"),
+        ("lossless" if rank else None, {}, r"ranks disagree.*codecs.refresh"),
+        (INT4 if rank else None, {}, r"ranks disagree.*codecs.refresh"),
+        (INT4 if rank else "lossless", {}, r"ranks disagree.*codecs.refresh"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             _shard(1, codec, **settings)
+    for name in ("hop2", "gather"):
+        with pytest.raises(TypeError, match=f"{name} must be an object with the methods"):
+            Codecs(**{name: INT4})
     installed = {"zstandard": ModuleType("zstandard") if rank else None}
     with (
         mock.patch.dict(sys.modules, installed),
-        pytest.raises(ValueError, match=r"ranks disagree.*compression that refresh_codec uses"),
+        pytest.raises(ValueError, match=r"ranks disagree.*compression that codecs.refresh uses"),
     ):
         _shard(1, "lossless")
 
@@ -782,7 +785,7 @@ def _on_a_device(rank: int) -> None:
     for codec in ("lossless", INT4):
         text = r"encodes weights on the CPU and sends them with gloo, but this model is on"
         with Device().installed(), pytest.raises(ValueError, match=text):
-            layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, refresh_codec=codec)
+            layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, codecs=Codecs(refresh=codec))
 
 
 def test_devices_are_refused() -> None:
@@ -792,10 +795,10 @@ def test_devices_are_refused() -> None:
 def test_a_file_names_the_codec(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
     for text, codec in (("lossless", "lossless"), ("int4_difference", INT4)):
-        path.write_text(f"refresh_codec: {text}\n")
+        path.write_text(f"codecs: {{refresh: {text}}}\n")
         config = layerzero.LayerZeroConfig.from_yaml(path)
-        assert config.refresh_codec == codec
+        assert config.codecs.refresh == codec
         assert layerzero.LayerZeroConfig(**config.arguments()) == config
-    path.write_text("refresh_codec: int4_blocks\n")
-    with pytest.raises(ValueError, match=r"refresh_codec='int4_blocks' is not supported"):
+    path.write_text("codecs: {refresh: int4_blocks}\n")
+    with pytest.raises(ValueError, match=r"refresh='int4_blocks' is not supported"):
         layerzero.LayerZeroConfig.from_yaml(path)

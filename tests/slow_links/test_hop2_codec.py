@@ -1,4 +1,4 @@
-"""Encoded gradients between nodes: ``shard_model(hop2_codec=...)``."""
+"""Encoded gradients between nodes: ``Codecs(hop2=...)``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Codecs, Offload
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
 from tests.slow_links.test_codecs import AsTheyAre, Bits, Lies
@@ -122,7 +123,7 @@ def test_special_values() -> None:
 
 def _model(codec: Any, size: int = 2, **settings: Any) -> nn.Module:
     return layerzero.shard_model(
-        integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, hop2_codec=codec, **settings
+        integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, codecs=Codecs(hop2=codec), **settings
     )
 
 
@@ -139,7 +140,12 @@ def _train(model: nn.Module, rank: int, optimizers: list[Any] | None = None, ste
 
 
 def _same_bits(rank: int, stride: int) -> None:
-    others: tuple[dict[str, Any], ...] = ({}, {"offload_grads": True}, {"offload_optimizer": True}, {"mp_policy": BF16})
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        {"offload": Offload(grads=True)},
+        {"offload": Offload(optimizer=True)},
+        {"mp_policy": BF16},
+    )
     for size, mode, settings in [*itertools.product((1, 2), MODES, others)][::stride]:
         found = []
         for codec in (None, AsTheyAre()):
@@ -216,7 +222,7 @@ def test_a_step_with_an_infinite_gradient_on_another_node_is_skipped_on_all_rank
 def _learns(rank: int) -> None:
     losses: list[list[float]] = []
     for codec in (None, INT8):
-        model = shard_random(size=2, hop2_codec=codec)
+        model = shard_random(size=2, codecs=Codecs(hop2=codec))
         optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model)
         losses.append([])
         for step in range(40):
@@ -459,7 +465,7 @@ def _late(rank: int) -> None:
         for codec in (AsTheyAre(), INT8, INT4):
             with Device().installed():
                 model = layerzero.shard_model(
-                    integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
+                    integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode, codecs=Codecs(hop2=codec)
                 )
                 found.append(_train(model, rank))
                 report = layerzero.memory(model)
@@ -487,15 +493,15 @@ def _refused(rank: int) -> None:
         (object(), {}, methods),
         (layerzero.Int8Blocks, {}, methods),
         (Lies(), {}, r"Lies\.nbytes must return a number of bytes, got 'many'"),
-        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of hop2_codec for the root"),
-        (INT8 if rank else None, {}, r"ranks disagree.*hop2_codec"),
-        (layerzero.Int4Blocks(feedback=rank == 0), {}, r"ranks disagree.*hop2_codec"),
+        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of Codecs.hop2 for the root"),
+        (INT8 if rank else None, {}, r"ranks disagree.*codecs.hop2"),
+        (layerzero.Int4Blocks(feedback=rank == 0), {}, r"ranks disagree.*codecs.hop2"),
         (INT4, {"mp_policy": half}, r"Int4Blocks adds the encoding errors .* fp16, .*Compute in bf16"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             _model(codec, 1, **settings)
     frozen = torch.nn.Sequential(torch.nn.Linear(4, 4).half().requires_grad_(False), torch.nn.Linear(4, 4))
-    layerzero.shard_model(frozen, mesh=mesh_of(1), hop2_codec=INT4)  # gradients are in fp32
+    layerzero.shard_model(frozen, mesh=mesh_of(1), codecs=Codecs(hop2=INT4))  # gradients are in fp32
     # With one replica, nothing crosses nodes.
     assert not different(*(_train(_model(codec), rank) for codec in (None, INT8)))
 
@@ -507,8 +513,8 @@ def test_settings_are_checked_and_one_replica_encodes_nothing() -> None:
 def test_a_file_names_the_codec(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
     for name, codec in (("int8_blocks", INT8), ("int4_blocks", INT4)):
-        path.write_text(f"hop2_codec: {name}\n")
-        assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == codec
-    path.write_text("hop2_codec: float8_rows\n")
+        path.write_text(f"codecs: {{hop2: {name}}}\n")
+        assert layerzero.LayerZeroConfig.from_yaml(path).codecs.hop2 == codec
+    path.write_text("codecs: {hop2: float8_rows}\n")
     with pytest.raises(ValueError, match="'float8_rows', but a file supports only int8_blocks and int4_blocks"):
         layerzero.LayerZeroConfig.from_yaml(path)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -330,7 +331,7 @@ def _call(
         dist.set_timeout(timeout)
     else:
         dist.distributed_c10d._set_pg_timeout(timeout)  # before torch 2.14
-    defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
+    defaults: dict[str, Any] = inspect.unwrap(layerzero.shard_model).__kwdefaults__
     default = defaults["shared_memory"]
     defaults["shared_memory"] = setting.shared_memory or default
     try:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from examples import verify_gpt
+from layerzero import Codecs
 from layerzero.engine.reduction_spec import ReductionStage
 from layerzero.engine.weight_refresh import RefreshRound
 from tests.support.models import Block, TiedTransformer
@@ -288,7 +289,9 @@ def test_low_precision_is_compared_at_its_own_tolerance_and_sharding_at_full_pre
 
 
 def _verify_encoded_refreshes(rank: int) -> layerzero.VerifyReport:
-    return layerzero.verify(Net, make_batch, mp_policy=BF16, refresh_codec="lossless", zero3_sizes=[1], steps=2)
+    return layerzero.verify(
+        Net, make_batch, mp_policy=BF16, codecs=Codecs(refresh="lossless"), zero3_sizes=[1], steps=2
+    )
 
 
 def test_refreshes_are_encoded_only_in_low_precision() -> None:
@@ -362,15 +365,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "tolerance": ({"tolerance": -1.0}, "tolerance must be a positive number, got -1.0"),
     "mesh": ({"mesh": None}, "verify does not support mesh"),
     "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
-    "gather_codec": (
-        {"gather_codec": layerzero.Float8Rows()},
-        "verify does not support gather_codec: the unsharded run",
+    "gather": (
+        {"codecs": Codecs(gather=layerzero.Float8Rows())},
+        "verify supports only Codecs(refresh='lossless')",
     ),
-    "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the unsharded run"),
-    "refresh_codec": (
-        {"refresh_codec": layerzero.Int4Difference()},
-        "verify does not support refresh_codec=Int4Difference(): the unsharded run uses the exact weights",
+    "hop2": ({"codecs": Codecs(hop2=layerzero.Int8Blocks())}, "verify supports only Codecs(refresh='lossless')"),
+    "refresh": (
+        {"codecs": Codecs(refresh=layerzero.Int4Difference())},
+        "verify supports only Codecs(refresh='lossless'), got Codecs(gather=None, hop2=None, refresh=Int4",
     ),
+    "old name": ({"gather_codec": None}, "Use codecs=layerzero.Codecs(gather=...)"),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, not []"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero import Offload, PrecisionPolicy
 from layerzero.comm.transport.shm_buffers import SharedBufferPool
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
@@ -66,7 +67,9 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
 def _like_collectives(rank: int, sizes: Sequence[int], seed: int, stride: int) -> None:
     settings = [
         *itertools.product(sizes, POLICIES, ("sharded", "full", "local"), ({},)),
-        *itertools.product(sizes, POLICIES[1:2], ("full",), ({"replica_reduce_dtype": torch.float32},)),
+        *itertools.product(
+            sizes, [PrecisionPolicy.of(POLICIES[1], replica_reduce_dtype=torch.float32)], ("full",), ({},)
+        ),
     ]
     for size, policy, mode, more in settings[::stride]:
         off, auto = (
@@ -132,7 +135,7 @@ def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> Non
 def _offloaded(rank: int) -> None:
     """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
     with pytest.warns(UserWarning, match="there is no device memory to free"):
-        model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
+        model = shard(_seeded(2), size=2, accumulation="full", offload=Offload(grads=True))
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
     assert get_state(model).transports[0].send_scratch.kept_bytes == 0

@@ -16,8 +16,17 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.codecs import GatherCodec
-from layerzero.slow_links import Float8Rows, Int4Blocks, Int4Difference, Int8Blocks
+from layerzero import (
+    Codecs,
+    Float8Rows,
+    GatherCodec,
+    Int4Blocks,
+    Int4Difference,
+    Int8Blocks,
+    Offload,
+    PrecisionPolicy,
+)
+from layerzero.extend import refuse_old_names
 
 __all__ = [
     "HOP2_CODECS",
@@ -41,12 +50,12 @@ _DTYPES = {
 }
 HOP2_CODECS: dict[str, GatherCodec] = {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()}  # by name in a file
 NAMED_REFRESH_CODECS: dict[str, str | Int4Difference] = {"lossless": "lossless", "int4_difference": Int4Difference()}
-_CODECS: dict[str, dict[str, GatherCodec]] = {
-    "gather_codec": {"float8_rows": Float8Rows()},
-    "hop2_codec": HOP2_CODECS,
-}
-_POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
+_CODECS: dict[str, dict[str, Any]] = {"gather": {"float8_rows": Float8Rows()}, "hop2": HOP2_CODECS}
+_POLICY = tuple(field.name for field in fields(PrecisionPolicy))
+_FLAGS = ("cast_forward_inputs", "fp32_accumulation")  # fields of a policy that are no dtypes
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
+_OFFLOADS = {"offload_grads": "grads", "offload_optimizer": "optimizer"}
+_ONLY_IN_MINDSPEED = ("buffer_dtype", *_OFFLOADS)  # accepted in files that have other names of MindSpeed
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
@@ -113,23 +122,28 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     See :func:`read_settings` for the arguments and errors.
     """
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
+    if of_mindspeed.isdisjoint(content):
+        refuse_old_names(map(str, content))
+    else:
+        of_mindspeed |= {*_ONLY_IN_MINDSPEED}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
         listed = ", ".join(name + _similar_name(name, accepted) for name in unknown)
         raise ValueError(f"unknown settings {listed}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
     mindspeed = {name: value for name, value in content.items() if name in of_mindspeed}
-    for name in ("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype"):
-        if name in settings:
-            settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
-    for name in _CODECS:
-        if isinstance(codec_name := settings.get(name), str):
-            settings[name] = _codec_named(name, codec_name)
-    if isinstance(refresh_codec := settings.get("refresh_codec"), str):
-        settings["refresh_codec"] = NAMED_REFRESH_CODECS.get(refresh_codec, refresh_codec)
+    if isinstance(offload := settings.get("offload"), Mapping):
+        settings["offload"] = Offload(**_fields("offload", offload, Offload))
+    if isinstance(codecs := settings.get("codecs"), Mapping):
+        named = {name: _codec_named(name, each) for name, each in _fields("codecs", codecs, Codecs).items()}
+        settings["codecs"] = Codecs(**named)
     policy = _policy(settings.pop("mp_policy", None))
+    if offloads := {_OFFLOADS[name]: value for name, value in mindspeed.items() if name in _OFFLOADS}:
+        settings["offload"] = Offload(**offloads)
+    if "buffer_dtype" in mindspeed:
+        _set_dtype("buffer_dtype", mindspeed["buffer_dtype"], settings, policy)
     for name, translate in _TRANSLATIONS.items():
         if name in mindspeed:
             translate(name, mindspeed[name], settings, policy)
@@ -142,29 +156,45 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
         policy.setdefault("output_dtype", torch.float32)  # autocast_output is true by default
     _set_prefetch(mindspeed, settings)
     if policy:
-        settings["mp_policy"] = MixedPrecisionPolicy(**policy)
+        settings["mp_policy"] = PrecisionPolicy(**policy)
     return settings
+
+
+def _fields(name: str, value: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return a mapping of the fields of a policy. Raise ValueError if a name is not a field of `kind`."""
+    known = [field.name for field in fields(kind)]
+    if not set(value) <= set(known):
+        raise ValueError(f"{name} must be a mapping with the names {', '.join(known)}, got {dict(value)!r}")
+    return dict(value)
 
 
 def _policy(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, MixedPrecisionPolicy):  # the settings come from Python code instead of a file
-        return {name: getattr(value, name) for name in _POLICY}
-    if not isinstance(value, dict) or not set(value) <= set(_POLICY):
+        policy = PrecisionPolicy.of(value)
+        return {name: getattr(policy, name) for name in _POLICY}
+    if not isinstance(value, dict):
         raise ValueError(f"mp_policy must be a mapping with the names {', '.join(_POLICY)}, got {value!r}")
-    return {name: each if name == "cast_forward_inputs" else _dtype(name, each) for name, each in value.items()}
+    given = _fields("mp_policy", value, PrecisionPolicy)
+    return {name: each if name in _FLAGS else _dtype(name, each) for name, each in given.items()}
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
     return None if value is None else dtype_named(name, value)
 
 
-def _codec_named(setting: str, name: str) -> GatherCodec:
+def _codec_named(setting: str, name: Any) -> Any:
+    """Return the codec with this name. Values that are not names, and unknown names of refresh codecs, are returned."""
+    if not isinstance(name, str):
+        return name
+    if setting == "refresh":
+        return NAMED_REFRESH_CODECS.get(name, name)
     codecs = _CODECS[setting]
     if name not in codecs:
         raise ValueError(
-            f"{setting} is {name!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to shard_model"
+            f"codecs.{setting} is {name!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to "
+            "shard_model"
         )
     return codecs[name]
 
