@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.local_shard import LocalShard, plain
-from layerzero.engine.hooks import get_state
+from layerzero import ShardedOptimizer
+from layerzero.dtensor.local_shard import LocalShard
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import plain
 from layerzero.reliability.fingerprint import Corruption, compare_copies
+from layerzero.reliability.nonfinite_guard import guarded_state
 from layerzero.utils.bit_sums import sum64
 
 __all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
@@ -103,14 +104,7 @@ def guard_corruption(
         raise ValueError(f"every must be a positive int, got {every!r}")
     if on_found not in ("raise", "log"):
         raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
-    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError(
-            "guard_corruption requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
-        )
-    lz_state = get_state(model)
-    if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
-        raise ValueError("an optimizer belongs to another model. Create a guard for each model")
-    return CorruptionGuard(lz_state, optimizers, every, on_found == "raise")
+    return CorruptionGuard(guarded_state("guard_corruption", model, optimizers), optimizers, every, on_found == "raise")
 
 
 class _TensorRecord(NamedTuple):

@@ -29,8 +29,8 @@ from layerzero.comm.collectives import Collective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
+from layerzero.extend import get_state
 from layerzero.layout.shard_grid import Extent
 from layerzero.utils.bit_sums import as_integers, sum64
 

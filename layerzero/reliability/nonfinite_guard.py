@@ -12,18 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from layerzero import ShardedOptimizer
 from layerzero.comm.collectives import all_reduce_group
-from layerzero.comm.observers import StepObserver
 from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.extend import RowShardedTensor, StepObserver, get_state, plain
 from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
 from layerzero.utils.nonfinite import any_not_finite, format_first_names, nonfinite_names
 
-__all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
+__all__ = ["NonFiniteGradients", "StepGuard", "guard_steps", "guarded_state"]
 
 _LOG = logging.getLogger("layerzero")
 
@@ -77,18 +74,22 @@ def guard_steps(
         raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}')
     if not isinstance(skips, int) or skips < 1:
         raise ValueError(f"skips must be a positive int, got {skips!r}")
-    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError(
-            "guard_steps requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
-        )
-    lz_state = get_state(model)
-    if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
-        raise ValueError("an optimizer belongs to another model. Create a guard for each model")
+    lz_state = guarded_state("guard_steps", model, optimizers)
     guarded = [optimizer for each in lz_state.attached if isinstance(each, StepGuard) for optimizer in each.optimizers]
     if any(optimizer is other for optimizer in optimizers for other in guarded):
         raise ValueError("an optimizer already has a guard. Call close() of that guard first")
     max_refusals = 1 if nonfinite == "raise" else skips + 1
     return lz_state.attach(StepGuard(lz_state, optimizers, max_refusals, locate, tuple(extra_groups)))
+
+
+def guarded_state(what: str, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> LayerZeroState:
+    """Return the state of `model`. Raise TypeError or ValueError if `optimizers` are not its optimizers."""
+    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
+        raise TypeError(f"{what} requires the optimizers that layerzero.shard_optimizer returned. Pass at least one")
+    lz_state: LayerZeroState = get_state(model)
+    if not all(optimizer in lz_state.optimizers for optimizer in optimizers):
+        raise ValueError("an optimizer belongs to another model. Create a guard for each model")
+    return lz_state
 
 
 class StepGuard(StepObserver):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.comm.agreement import require_equal
 from layerzero.comm.watchdog import Watchdog, new_scope
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state, require_equal
 
 __all__ = ["watchdog"]
 

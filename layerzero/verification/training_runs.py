@@ -24,10 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.comm.mesh_info import init_mesh
-from layerzero.optimizers.sharded_optimizer import shard_optimizer
-from layerzero.sharding.module_methods import no_sync
-from layerzero.sharding.shard_model import shard_model
+from layerzero import init_mesh, no_sync, shard_model, shard_optimizer
 from layerzero.verification.comparison import StepRecord
 
 __all__ = [
