@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import layerzero
 from layerzero.doctor.findings import Finding, Level
-from layerzero.doctor.machine import _PREFIXES, device_names, device_type, installed_versions, whole_number
+from layerzero.doctor.machine import PREFIXES, device_names, device_type, installed_versions, whole_number
 
 __all__ = ["check_job"]
 
@@ -87,7 +87,7 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environment.items())
         if name not in _OF_ONE_RANK
         and not name.endswith(_LOCAL_PATHS)
-        and (name.startswith(_PREFIXES) or name in {"OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+        and (name.startswith(PREFIXES) or name in {"OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
     }
 
 

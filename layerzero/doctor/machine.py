@@ -30,7 +30,7 @@ _SMALL_SHM = 1_000_000_000  # NVIDIA's guide starts containers with --shm-size=1
 _OURS = "torch-layerzero"
 _FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}  # extras
 _IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small packages that layerzero imports on demand
-_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "GLOO_", "CUDA_", "PYTORCH_")
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "GLOO_", "CUDA_", "PYTORCH_")
 _OFF = {"", "0", "n", "no", "f", "false", "off"}
 
 
@@ -205,7 +205,7 @@ def check_variables(environment: Mapping[str, str], kind: str, *, adapters: Sequ
     if overrides := [f"{name}={environment[name]}" for name in sorted(_OVERRIDES & environment.keys())]:
         text = f"{', '.join(overrides)}: NCCL's own choice is overridden"
         findings.append(Finding(_VARIABLES, "note", text, "Unset variables whose benefit you have not measured"))
-    listed = ", ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_PREFIXES))
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(PREFIXES))
     return [*findings, Finding(_VARIABLES, "ok", f"set: {listed or 'no variables of NCCL, CUDA, gloo or torch'}")]
 
 
