@@ -247,6 +247,7 @@ class LaunchedCollective:
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
     on_stream: bool = False  # see [Note: Collectives on streams of the engine]
     number: int = 0  # number of launches on the group up to this one
+    sent: int = 0  # number of bytes that this rank sends
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
         self.number = self.communicator.held_group.log.append(self.collective.value)
@@ -445,7 +446,7 @@ def launching(
         )
     try:
         with nullcontext() if trace is None else trace.launching():
-            yield LaunchedCollective(comm, collective, name, trace, on_stream)
+            yield LaunchedCollective(comm, collective, name, trace, on_stream, sent=sent)
     except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:

@@ -129,7 +129,6 @@ class TrafficTotals(NamedTuple):
     calls: dict[str, int]
     bytes: dict[tuple[str, str], int]
     waited: dict[str, float]
-    steps: dict[str, int]
 
 
 @dataclass
@@ -141,14 +140,11 @@ class TrafficCounters:
         bytes: number of bytes that this rank has sent, by (collective, axis).
         waited: time that the host has waited, in seconds, by collective. The values are close to zero if device streams
             wait instead of the host.
-        steps: number of steps, by outcome. ``"taken"`` counts steps that an optimizer has taken. ``"skipped"`` counts
-            steps whose gradients were discarded instead.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    steps: Counter[str] = field(default_factory=Counter)
     observers: Observers = field(default_factory=Observers)
     observer: TraceDispatcher = field(init=False)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
@@ -186,9 +182,9 @@ class TrafficCounters:
         """Return copies of all counts, and set the counts to zero."""
         with self._lock:
             totals = self._copies()
-            for counts in (self.calls, self.bytes, self.waited, self.steps):
+            for counts in (self.calls, self.bytes, self.waited):
                 counts.clear()
         return totals
 
     def _copies(self) -> TrafficTotals:
-        return TrafficTotals(dict(self.calls), dict(self.bytes), dict(self.waited), dict(self.steps))
+        return TrafficTotals(dict(self.calls), dict(self.bytes), dict(self.waited))

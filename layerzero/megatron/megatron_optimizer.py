@@ -161,7 +161,6 @@ class ShardedMegatronOptimizer:
         norm = self.clip_grad_norm(self.config.clip_grad)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if norm > getattr(self.config, "grad_norm_skip_threshold", math.inf):  # since Megatron-Core 0.19
-            self._note_skipped()
             return False, norm, zeros
         return self.step_with_ready_grads(), norm, zeros
 
@@ -185,13 +184,7 @@ class ShardedMegatronOptimizer:
         if overflow and self._checks_gradients:
             refuse_nonfinite(self.model_chunks, self.groups)
         self.grad_scaler.update(overflow)
-        if overflow:
-            self._note_skipped()
         return overflow
-
-    def _note_skipped(self) -> None:
-        for chunk in self.model_chunks:
-            get_state(chunk).mesh_info.counters.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
         """Step the optimizers, update the EMAs, and return True. Call :meth:`prepare_grads` first."""

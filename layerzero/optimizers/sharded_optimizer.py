@@ -68,7 +68,6 @@ from layerzero.optimizers.torch_state_dict import (
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
-    StepCounter,
     WriteDetector,
     record_writes,
     reduced_grad_rows,
@@ -146,7 +145,6 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer, lz_state: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
-        self._counted = StepCounter(lz_state.mesh_info.counters.steps)
         self._lz_state = lz_state
         self._completed_backwards = 0  # number of backward passes up to the last step
         self._model = lz_state.model  # a strong reference, as torch optimizers hold to their parameters
@@ -262,7 +260,6 @@ class ShardedOptimizer(Optimizer):
             step_without_global_hooks(self.inner, update_all)
         self._lz_state.gradients.record_step(self._managed)
         self._lz_state.gradients.record_use()
-        self._counted.count_step()
         for observer in observers:
             observer.after_update(self)
         return loss
@@ -303,7 +300,6 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated inside ``no_sync``."""
         self._lz_state.scheduler.recover_interrupted_pass()
-        self._counted.record_zero_grad(self.param_groups, self._lz_state.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if set_to_none or self._lz_state.gradients.failed:
             for parameter in parameters:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType, NoneType
 from typing import Any
@@ -31,7 +31,6 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 __all__ = [
     "HOOKS",
     "MasterKeyedState",
-    "StepCounter",
     "WriteDetector",
     "record_writes",
     "reduced_grad_rows",
@@ -57,35 +56,6 @@ _LEVELS = 7  # depth of nested containers, where a dict has two levels: itself a
 _LEAVES = (float, str, bool, NoneType)
 _OPAQUE = (torch.nn.Module, Optimizer, FunctionType, ModuleType, type)  # objects whose attributes are not searched
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
-
-
-class StepCounter:
-    """Counter of ``"taken"`` and ``"skipped"`` steps.
-
-    A step counts as skipped if new gradients are zeroed before ``step()`` has used them. Skipped steps must be
-    inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
-    """
-
-    def __init__(self, counter: Counter[str]) -> None:
-        self._counter = counter
-        self._stepped = True  # True if a step was taken since gradients were last zeroed
-        self._backwards = 0  # number of backward passes when gradients were last zeroed
-
-    def count_step(self) -> None:
-        self._counter["taken"] += 1
-        self._stepped = True
-
-    def record_zero_grad(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
-        """Record that gradients are being zeroed. Count a skipped step if no step has used the new gradients.
-
-        Args:
-            backwards: number of backward passes so far. If this number is the same as in the last call, there are no
-                new gradients.
-        """
-        is_new = not self._stepped and backwards > self._backwards
-        if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
-            self._counter["skipped"] += 1
-        self._stepped, self._backwards = False, backwards
 
 
 def unwrap_step(step: Any) -> Any:

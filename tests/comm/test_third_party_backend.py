@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +17,7 @@ from layerzero import Offload
 from layerzero.comm.process_groups import new_group_like
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
+from tests.support.launches import launches_of
 from tests.support.models import (
     SideBySide,
     different,
@@ -37,20 +37,20 @@ WORLD = 4
 UNITS = 5
 
 
-def _steps(model: nn.Module, rank: int, path: str) -> tuple[list[str], dict[str, Tensor]]:
+def _steps(model: nn.Module, rank: int) -> tuple[list[str], dict[str, Tensor]]:
     """Return the launches of this rank in three steps of two micro-batches and the weights after.
 
     Launches are listed by communicator, unit and collective.
     """
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    with layerzero.trace(model, f"{path}-{rank}.json") as trace:
-        for step in range(3):
-            for number in range(2):
-                with layerzero.no_sync(model) if number == 0 and step else nullcontext():
-                    integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    log = [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"]
+    launches = launches_of(model)
+    for step in range(3):
+        for number in range(2):
+            with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = launches.names
     return log, full_parameters(model)
 
 
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-def _launch(rank: int, path: str) -> dict[str, list[str]]:
+def _launch(rank: int) -> dict[str, list[str]]:
     logs = {}
     register()
     meshes = {size: mesh_on(NAME, size) for size in (1, 2)}
@@ -76,14 +76,14 @@ def _launch(rank: int, path: str) -> dict[str, list[str]]:
                 model = layerzero.shard_model(
                     SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings
                 )
-                results.append(_steps(model, rank, path))
+                results.append(_steps(model, rank))
         (logs[name], ours), (_, on_gloo) = results
         assert not different(ours, on_gloo), name
     return logs
 
 
-def test_all_ranks_launch_alike_however_late_each_collective_is(tmp_path: Any) -> None:
-    logs = run_ranks(_launch, str(tmp_path / "trace"), world_size=WORLD, pg_timeout=30)
+def test_all_ranks_launch_alike_however_late_each_collective_is() -> None:
+    logs = run_ranks(_launch, world_size=WORLD, pg_timeout=30)
     for name in CASES:
         first = logs[0][name]
         assert sum(entry.startswith("hop2") for entry in first) == 4 * (UNITS + 1), name

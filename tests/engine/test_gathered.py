@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from tests.support.launches import by_communicator, launches_of
 from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union
 from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
 
@@ -322,26 +323,22 @@ def test_weights_are_gathered_and_freed_where_they_should_be() -> None:
     run_ranks(_measured, world_size=WORLD)
 
 
-def _launches(rank: int, folder: str) -> list[dict[str, list[tuple[str, str]]]]:
+def _launches(rank: int) -> list[dict[str, list[tuple[str, str]]]]:
     logs = []
     for prefetch in (0, 2):
         model = sharded(Net(tied=True), prefetch=prefetch)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        with layerzero.trace(model, f"{folder}/{prefetch}-{rank}.json") as trace:
-            for step, way in enumerate((of_all, in_flight, recomputed_around, unequal, unequal)):
-                way(model, batch(step, 0, rank))
-                optimizer.step()
-                optimizer.zero_grad()
-        log: dict[str, list[tuple[str, str]]] = {}
-        for event in trace.events:
-            if event.kind == "launch":
-                log.setdefault(event.communicator, []).append((event.collective, event.name))
-        logs.append(log)
+        launches = launches_of(model)
+        for step, way in enumerate((of_all, in_flight, recomputed_around, unequal, unequal)):
+            way(model, batch(step, 0, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        logs.append(by_communicator(launches))
     return logs
 
 
-def test_all_ranks_launch_in_one_order(tmp_path: Any) -> None:
-    by_rank = run_ranks(_launches, str(tmp_path), world_size=WORLD)
+def test_all_ranks_launch_in_one_order() -> None:
+    by_rank = run_ranks(_launches, world_size=WORLD)
     for first, *others in zip(*by_rank, strict=True):
         assert first.keys() >= {"zero3 gather", "zero3 reduce", "replica"}, first.keys()
         for comm, launched in first.items():

@@ -1,4 +1,4 @@
-"""Overlap, read from the program order of a trace: early launches and late waits."""
+"""Overlap, read from the events that an observer is told of: early launches and late waits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
+from tests.support.launches import Event, launches_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 UNITS = 6
 
 
-def _steps(rank: int, folder: str, **settings: Any) -> Sequence[layerzero.TraceEvent]:
+def _steps(rank: int, **settings: Any) -> list[Event]:
     """Return the events of two steps of two micro-batches, in a steady state."""
     model = shard(blocks(UNITS), **settings)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -32,13 +33,13 @@ def _steps(rank: int, folder: str, **settings: Any) -> Sequence[layerzero.TraceE
 
     for index in range(2):
         step(index)
-    with layerzero.trace(model, f"{folder}/{settings.get('accumulation', 'sharded')}-{rank}.json") as trace:
-        for index in range(2):
-            step(index)
-    return trace.events
+    launches = launches_of(model)
+    for index in range(2):
+        step(index)
+    return launches.events
 
 
-def _place(events: Sequence[layerzero.TraceEvent], start: int = 0, **wanted: str) -> int:
+def _place(events: Sequence[Event], start: int = 0, **wanted: str) -> int:
     """Return the index of the first event from `start` on with these fields."""
     for place in range(start, len(events)):
         if all(getattr(events[place], field) == value for field, value in wanted.items()):
@@ -46,49 +47,42 @@ def _place(events: Sequence[layerzero.TraceEvent], start: int = 0, **wanted: str
     raise AssertionError(f"no {wanted} after event {start}")
 
 
-def _check(rank: int, folder: str) -> None:
+def _check(rank: int) -> None:
     for mode in ("sharded", "full"):
-        events = _steps(rank, folder, accumulation=mode)
+        events = _steps(rank, accumulation=mode)
         names = [f"units.{index}" for index in range(UNITS)]
-        first_update = _place(events, kind="begin", phase="update")
-        reducing = _place(events, kind="launch", collective="hop2")
+        first_update = _place(events, kind="begun", phase="update")
+        reducing = _place(events, kind="launched", collective="hop2")
         for above, name, below in zip(names[2:], names[1:], names, strict=False):
             case = (mode, name)
             # Forward: the next unit is gathered before this one computes.
-            begins = _place(events, kind="begin", phase="forward", name=name)
-            gathers = [
-                place
-                for place in range(begins)
-                if events[place].kind == "launch"
-                and (events[place].collective, events[place].name) == ("gather", above)
-            ]
-            assert gathers, f"{case}: prefetched"
+            begins = _place(events, kind="begun", phase="forward", name=name)
+            assert _place(events, kind="launched", collective="gather", name=above) < begins, f"{case}: prefetched"
             # The reducing backward: hop 1 is launched before the backward of the unit after the next begins.
-            hop1 = _place(
-                events, start=_last_backward(events, first_update), kind="launch", collective="hop1", name=name
-            )
+            start = _last_backward(events, first_update)
+            hop1 = _place(events, start=start, kind="launched", collective="hop1", name=name)
             if below != names[0]:
                 later = names[names.index(below) - 1]
-                assert hop1 < _place(events, start=_last_backward(events, first_update), kind="begin", name=later), case
+                assert hop1 < _place(events, start=start, kind="begun", name=later), case
         assert reducing < first_update, mode
         # Refresh: launched by the step; waited for at the next gather of the unit, behind the forward of earlier units.
         for index in range(2, UNITS):
-            launched = _place(events, start=first_update, kind="launch", collective="refresh", name=names[index])
-            awaited = _place(events, start=launched, kind="wait", collective="refresh", name=names[index])
-            computes = _place(events, start=first_update, kind="begin", phase="forward", name=names[index - 2])
+            launched = _place(events, start=first_update, kind="launched", collective="refresh", name=names[index])
+            awaited = _place(events, start=launched, kind="done", collective="refresh", name=names[index])
+            computes = _place(events, start=first_update, kind="begun", phase="forward", name=names[index - 2])
             assert launched < computes < awaited, (mode, names[index])
 
 
-def _last_backward(events: Sequence[layerzero.TraceEvent], before: int) -> int:
+def _last_backward(events: Sequence[Event], before: int) -> int:
     return max(
         place
         for place in range(before)
-        if (events[place].kind, events[place].phase, events[place].name) == ("begin", "backward", f"units.{UNITS - 1}")
+        if (events[place].kind, events[place].phase, events[place].name) == ("begun", "backward", f"units.{UNITS - 1}")
     )
 
 
-def test_collectives_run_behind_the_computation_of_other_units(tmp_path: Any) -> None:
-    run_ranks(_check, str(tmp_path), world_size=WORLD, shared_memory="off")
+def test_collectives_run_behind_the_computation_of_other_units() -> None:
+    run_ranks(_check, world_size=WORLD, shared_memory="off")
 
 
 def _comms(rank: int) -> None:

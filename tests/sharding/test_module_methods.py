@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +10,14 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks, compare, loss_of, shard
+from tests.support.launches import launches_of
 from tests.support.logs import logged
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
 
 MICRO_BATCHES = 2
-GATHER = ("launch", "gather")  # fields of a trace event: kind, collective
+GATHER = ("launched", "gather")  # kind and collective of an event
 
 
 def gathers(model: nn.Module) -> int:
@@ -182,20 +182,21 @@ def _when_it_is_freed(rank: int) -> None:
     assert "regather" not in layerzero.traffic(kept).calls
 
 
-def _prefetched(rank: int, folder: str) -> None:
+def _prefetched(rank: int) -> None:
     model = shard(blocks(4), prefetch=0)
     units = model.units
     model.set_modules_to_forward_prefetch([units[0], units[1]])
     units[0].set_modules_to_forward_prefetch([units[2]])
     units[3].set_modules_to_backward_prefetch([units[1], units[2]])
-    with layerzero.trace(model, f"{folder}/{rank}.json") as trace:
-        pass_through(model, rank)
-    seen = [event for event in trace.events if event.kind == "begin" or (event.kind, event.collective) == GATHER]
-    launched = [event.name for event in seen if event.kind == "launch"]
+    launches = launches_of(model)
+    pass_through(model, rank)
+    launches.detach()
+    seen = [each for each in launches.events if each.kind == "begun" or (each.kind, each.collective) == GATHER]
+    launched = [event.name for event in seen if event.kind == "launched"]
     forward, backward = launched[:5], launched[5:]
     assert forward == ["the root", "units.0", "units.1", "units.2", "units.3"]
     assert backward == ["the root", "units.3", "units.1", "units.2", "units.0"]
-    assert [event.kind for event in seen[:4]] == ["launch", "launch", "launch", "begin"]
+    assert [event.kind for event in seen[:4]] == ["launched", "launched", "launched", "begun"]
     units[0].set_modules_to_forward_prefetch([])
     pass_through(model, rank)
     for wrong, error, text in (
@@ -231,15 +232,15 @@ def _reduced(rank: int) -> None:
             method(False, recurse=False)
 
 
-def _what_they_say(rank: int, folder: str) -> None:
+def _what_they_say(rank: int) -> None:
     _unshard(rank)
     _when_it_is_freed(rank)
-    _prefetched(rank, folder)
+    _prefetched(rank)
     _reduced(rank)
 
 
-def test_each_does_what_it_says(tmp_path: Any) -> None:
-    run_ranks(_what_they_say, str(tmp_path), world_size=WORLD)
+def test_each_does_what_it_says() -> None:
+    run_ranks(_what_they_say, world_size=WORLD)
 
 
 class Own(Block):
