@@ -39,6 +39,8 @@ Formats:
 - `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
 - `dcp_interop`: loads DCP checkpoints, and reads layerzero checkpoints through DCP
 - `whole_model_files`: exports, imports and inspects full models in one process
+
+Other add-ons import names of this package and of `extend`.
 """
 
 from layerzero.checkpoint.background import PendingSave

@@ -18,12 +18,20 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero import EMA
-from layerzero.checkpoint.errors import CheckpointError, PathTakenError
-from layerzero.checkpoint.loading import prepare_load
-from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish_folder, remove, write_file
-from layerzero.checkpoint.run_folder import clear_leftovers
-from layerzero.checkpoint.saving import save_with_rank_local_names
-from layerzero.checkpoint.state_names import RankLocalNames
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.extend import (
+    PathTakenError,
+    RankLocalNames,
+    clear_leftovers,
+    make_folder,
+    new_token,
+    partial_path,
+    prepare_load,
+    publish_folder,
+    remove,
+    save_with_rank_local_names,
+    write_file,
+)
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_names import expert_names_of, global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer

@@ -13,11 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.manifest import Manifest
-from layerzero.checkpoint.publish import new_token, partial_path, publish_file, remove
-from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_safetensors
-from layerzero.checkpoint.whole_model_files import model_keys
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.extend import (
+    CheckpointFiles,
+    Manifest,
+    model_keys,
+    new_token,
+    partial_path,
+    publish_file,
+    remove,
+    write_safetensors,
+)
 from layerzero.megatron.global_names import layer_of, module_name
 
 __all__ = ["export_parts", "is_megatron_checkpoint"]

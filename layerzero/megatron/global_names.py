@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.checkpoint.json_codec import MergeableValue
-from layerzero.checkpoint.state_names import RankLocalNames
+from layerzero.checkpoint.extend import MergeableValue, RankLocalNames
 from layerzero.extend import get_state, strip_wrapper_names
 from layerzero.megatron.chunk import ShardedChunk
 
