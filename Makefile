@@ -69,8 +69,8 @@ docs: $(VENV)/docs  ## the documentation site, in build/site; a warning is an er
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Each worker builds the site, and the pages are divided between the workers.
-pages: $(VENV)/docs  ## the site and the report of a plan in Chromium: no page is wider than the window, the search finds names
-	$(PYTEST) --dist load tests/project/test_site.py tests/planning/test_plan_report.py -k "test_site or rendered" $(ARGS)
+pages: $(VENV)/docs  ## the site in Chromium: no page is wider than the window, the search finds names
+	$(PYTEST) --dist load tests/project/test_site.py $(ARGS)
 
 dist: $(VENV)/ready  ## wheel and source distribution, in dist/
 	$(BIN)/pip install --quiet --disable-pip-version-check build

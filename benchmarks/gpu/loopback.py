@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.planning.sim_program import SimCollective
-from layerzero.planning.simulator import SimMachine
+from benchmarks.simulation.program import SimCollective
+from benchmarks.simulation.simulator import SimMachine
 
 __all__ = ["Loopback", "LoopbackWork", "ModeledNetwork"]
 

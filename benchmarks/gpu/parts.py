@@ -29,18 +29,28 @@ from torch.profiler import ProfilerActivity, profile
 
 import layerzero
 from benchmarks.gpu.loopback import Loopback, ModeledNetwork
+from benchmarks.simulation.simulator import SimMachine
 from layerzero.comm.codecs import ParamRows, has_feedback
 from layerzero.comm.collectives import _StreamGather
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.streams import DeviceStream, DeviceStreams
-from layerzero.planning import Cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.gpt import GPT, Block, GPTConfig, next_token_loss
 from examples.verify_gpt import loss, make_batch, make_model
 
 _WORLD, _NODE = 64, 8  # ranks and ranks per node of the process groups in one process
-_CLUSTER = Cluster(nodes=_WORLD // _NODE, accelerators=_NODE, between=400)  # eight accelerators share a port
+# Eight accelerators share a port of 400 Gbit/s.
+_MACHINE = SimMachine(
+    node_size=_NODE,
+    inside=300e9,
+    between=400e9 / 8,
+    inside_latency=5e-6,
+    between_latency=10e-6,
+    steps="log",
+    launch=10e-6,
+    zero3_size=_NODE,
+)
 _MODES = ("sharded", "full", "local")
 # Layers, width and vocabulary. "llama" has four layers of the width of Llama-3 8B, with its vocabulary.
 _SHAPES = {"1.3b": (24, 2048, 256), "7b": (32, 4096, 256), "llama": (4, 4096, 128_256)}
@@ -397,8 +407,8 @@ def kernels(args: argparse.Namespace, run: Callable[[], object]) -> int:
 def network(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a step of one of 64 ranks over a modeled network, and the same step if collectives take no time.
 
-    The computation is real. A collective occupies its stream as long as the planner expects it to take if no other
-    collective uses the same links.
+    The computation is real. A collective occupies its stream as long as the simulator of docs/simulation.md expects it
+    to take if no other collective uses the same links.
     """
     with one_of_64(ModeledNetwork):
         _, step = contestant(args, _WORLD, _NODE)
@@ -406,7 +416,7 @@ def network(args: argparse.Namespace) -> dict[str, Any]:
         found = {"without": timed_steps(args, step, data, 6)}
         if args.device == "cuda":
             ModeledNetwork.calibrate()
-        ModeledNetwork.machine = _CLUSTER.machine(_NODE)
+        ModeledNetwork.machine = _MACHINE
         found["with"] = timed_steps(args, step, data, 6)
         ModeledNetwork.machine = None
     return found

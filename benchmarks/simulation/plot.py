@@ -1,6 +1,6 @@
 """Draw projections: ``python -m benchmarks.simulation.plot log.json ring.json --out docs/images/projection.png``.
 
-Needs matplotlib. ``python -m benchmarks.simulate project --json FILE`` writes the input files. Each model of each file
+Needs matplotlib. ``python -m benchmarks.simulate --json FILE`` writes the input files. Each model of each file
 has a row of panels, and each number of micro-batches a column.
 """
 

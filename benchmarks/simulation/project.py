@@ -1,30 +1,20 @@
 """Projection of steps of large models on many nodes, for layerzero and for models of other schemes.
 
-layerzero's schedule is recorded from the engine with a small model of the same number of blocks. Bytes and times of the
-large model then replace the recorded values. The schedules of other schemes are those of
-``layerzero/planning/sim_schedules.py``.
+The schedules of all schemes are derived from settings (``schedules.py``).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
-from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.sim_program import (
-    ComputeKey,
-    Operation,
-    SimCollective,
-    program_from_events,
-    replace_collectives,
-    replace_times,
-)
-from layerzero.planning.sim_schedules import FSDPSettings, UnitCost, fsdp_program
-from layerzero.planning.simulator import SimMachine, SimResult, simulate
+from benchmarks.simulation.program import ComputeKey, Operation
+from benchmarks.simulation.schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program
+from benchmarks.simulation.schedules import layerzero_program as program_of_settings
+from benchmarks.simulation.simulator import SimMachine, SimResult, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from scheme_costs import scheme_costs
@@ -104,10 +94,6 @@ class _Times:
             return self.forward(unit) * (2 if phase == "backward" else 1)
         if phase == "update":  # reads master, gradient and two moments, writes all except the gradient: 28 bytes
             return 28 * self.model.numel / self.states / self.assumed.memory_speed
-        if phase == "add":  # reads the received part and the accumulator, writes the accumulator
-            exchange, _, unit = unit.partition(" ")
-            parts = self.assumed.gpus if exchange == "hop1" else self.states
-            return 12 * self.model.numel_of(unit) / parts / self.assumed.memory_speed
         return 0.0
 
     def forward(self, unit: str) -> float:
@@ -119,30 +105,20 @@ class _Times:
 
 
 def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
-    """Return the engine's schedule with the bytes and times of the model."""
-    inside, replicas = assumed.gpus, nodes
-
-    def bytes_of(exchange: SimCollective) -> SimCollective:
-        ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
-        if exchange.kind == "metadata":  # each rank sends to every other rank
-            return replace(exchange, ranks=ranks, bytes=exchange.bytes * (ranks - 1) / (exchange.ranks - 1))
-        if exchange.kind in ("gather_order", "scalar_reduce"):
-            return replace(exchange, ranks=ranks)
-        numel = model.numel_of(exchange.unit) / (inside if exchange.axis == "replica" else 1)
-        element = _COMPUTE if exchange.kind in ("gather", "refresh") else _REDUCE
-        return replace(exchange, ranks=ranks, bytes=numel * element * (ranks - 1) / ranks)
-
-    def place(what: ComputeKey) -> str:
-        return "last" if what == ("forward", _ROOT) else "first"  # the head comes after the blocks
-
-    program = _recorded(model.blocks, inside, micro_batches)
-    return replace_collectives(replace_times(program, _Times(model, assumed, inside * nodes), place), bytes_of)
-
-
-@lru_cache
-def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
-    settings = Settings(ranks=2 * inside, zero3_size=inside, micro_batches=micro_batches)
-    return program_from_events(record_blocks(blocks, settings, steps=_STEPS))
+    """Return layerzero's program, with weights sharded inside nodes and ``"sharded"`` accumulation."""
+    ranks = assumed.gpus * nodes
+    times = _Times(model, assumed, ranks)
+    settings = ScheduleSettings(
+        ranks=ranks,
+        zero3_size=assumed.gpus,
+        micro_batches=micro_batches,
+        compute=_COMPUTE,
+        reduce=_REDUCE,
+        replica_reduce=_REDUCE,
+        update=times(("update", "optimizer")),
+        memory_speed=assumed.memory_speed,
+    )
+    return list(program_of_settings(_units(model, times), settings, steps=_STEPS))
 
 
 def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
@@ -160,21 +136,21 @@ def hsdp_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: 
 SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sharding_program}
 
 
-def _fsdp(model: Model, times: _Times, micro_batches: int, *, num_shards: int, replicas: int) -> Iterator[Operation]:
+def _units(model: Model, times: _Times) -> list[UnitCost]:
     names = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
-    units = [
-        UnitCost(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names
-    ]
-    update = times(("update", "optimizer"))
+    return [UnitCost(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names]
+
+
+def _fsdp(model: Model, times: _Times, micro_batches: int, *, num_shards: int, replicas: int) -> Iterator[Operation]:
     settings = FSDPSettings(
         num_shards=num_shards,
         replicas=replicas,
         micro_batches=micro_batches,
         compute=_COMPUTE,
         reduce=_REDUCE,
-        update=update,
+        update=times(("update", "optimizer")),
     )
-    return fsdp_program(units, settings, steps=_STEPS)
+    return fsdp_program(_units(model, times), settings, steps=_STEPS)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["TransformerBlock", "TransformerShape", "read_config"]
 
-_LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
-_KNOWN = (*_LLAMAS, "gpt2")
+_KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class TransformerShape:
     Example::
 
         sizes = TransformerShape(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
-        print(sizes.numel)
+        print(sum(parameter.numel() for parameter in sizes.build().parameters()))
     """
 
     layers: int
@@ -67,17 +66,12 @@ class TransformerShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "vocab", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
-                f"heads={self.heads} does not divide hidden={self.hidden}. Change one of them, or pass head_dim to "
-                "TransformerShape"
+                f"heads={self.heads} does not divide hidden={self.hidden}. Change one of them, or pass head_dim"
             )
-
-    @property
-    def numel(self) -> int:
-        return sum(parameter.numel() for parameter in self.build().parameters())
 
     @property
     def queries(self) -> int:
@@ -93,6 +87,10 @@ class TransformerShape:
     def inner(self) -> int:
         return self.ffn or 4 * self.hidden
 
+    @property
+    def _active_experts(self) -> int:
+        return self.experts_per_token if self.experts else 1
+
     def build(self) -> nn.Module:
         """Build the model on the meta device, with parameters but without a forward method."""
         return _Transformer(self)
@@ -105,11 +103,8 @@ class TransformerShape:
     def block_forward_flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
-        layers = (3 if self.gated else 2) * self.hidden * self.inner
-        active_experts = self.experts_per_token if self.experts else 1
-        return (
-            2.0 * (projections + active_experts * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
-        )
+        layers = (3 if self.gated else 2) * self.hidden * self.inner * self._active_experts
+        return 2.0 * (projections + layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
 
     def head_forward_flops_per_token(self) -> float:
         """Return the FLOPs per token in the forward pass of the head."""
@@ -120,31 +115,20 @@ class TransformerShape:
 
         Attention is assumed to save no scores.
         """
-        active_experts = self.experts_per_token if self.experts else 1
-        return (
-            6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * active_experts * self.inner
-        )
+        layers = (4 if self.gated else 2) * self._active_experts * self.inner
+        return 6 * self.hidden + 2 * self.queries + 2 * self.keys + layers
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device="meta"))
+class _Layer(nn.Module):
+    """Layer with a weight of any shape and, unless `bias` is 0, a bias of `bias` elements."""
 
-
-class _Linear(nn.Module):
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, transposed: bool) -> None:
+    def __init__(self, *shape: int, bias: int = 0) -> None:
         super().__init__()
-        self.weight = _parameter(*((inputs, outputs) if transposed else (outputs, inputs)))
-        self.bias = _parameter(outputs) if bias else None
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        self.bias = nn.Parameter(torch.empty(bias, device="meta")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a layer built for a plan has no forward")
-
-
-class _Norm(nn.Module):
-    def __init__(self, size: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = _parameter(size)
-        self.bias = _parameter(size) if bias else None
 
 
 class TransformerBlock(nn.Module):
@@ -153,53 +137,52 @@ class TransformerBlock(nn.Module):
     The parameters are registered in the same order as in common implementations.
     """
 
-    def __init__(self, sizes: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        hidden, inner, transposed = sizes.hidden, sizes.inner, sizes.conv1d
+        hidden, inner, queries, keys = shape.hidden, shape.inner, shape.queries, shape.keys
 
-        def linear(outputs: int, inputs: int, *, bias: bool = sizes.biases) -> _Linear:
-            return _Linear(outputs, inputs, bias=bias, transposed=transposed)
+        def linear(outputs: int, inputs: int, *, bias: bool = shape.biases) -> _Layer:
+            sizes = (inputs, outputs) if shape.conv1d else (outputs, inputs)
+            return _Layer(*sizes, bias=outputs * bias)
 
-        if transposed:
-            self.norm1 = _Norm(hidden, bias=sizes.norm_biases)
-            self.qkv = linear(sizes.queries + 2 * sizes.keys, hidden)
+        def norm() -> _Layer:
+            return _Layer(hidden, bias=hidden * shape.norm_biases)
+
+        if shape.conv1d:
+            self.norm1, self.qkv = norm(), linear(queries + 2 * keys, hidden)
         else:
-            qkv = sizes.biases or sizes.qkv_biases
-            self.q = linear(sizes.queries, hidden, bias=qkv)
-            self.k = linear(sizes.keys, hidden, bias=qkv)
-            self.v = linear(sizes.keys, hidden, bias=qkv)
-        self.o = linear(hidden, sizes.queries)
-        if sizes.head_norms:
-            size = sizes.queries // sizes.heads
-            self.q_norm, self.k_norm = _Norm(size, bias=False), _Norm(size, bias=False)
-        if transposed:
-            self.norm2 = _Norm(hidden, bias=sizes.norm_biases)
-        if sizes.experts:
-            self.router = linear(sizes.experts, hidden)
-            self.up = _parameter(sizes.experts, (2 if sizes.gated else 1) * inner, hidden)
-            self.down = _parameter(sizes.experts, hidden, inner)
+            biases = shape.biases or shape.qkv_biases
+            self.q, self.k, self.v = (linear(size, hidden, bias=biases) for size in (queries, keys, keys))
+        self.o = linear(hidden, queries)
+        if shape.head_norms:
+            self.q_norm, self.k_norm = (_Layer(queries // shape.heads) for _ in range(2))
+        if shape.conv1d:
+            self.norm2 = norm()
+        if shape.experts:
+            self.router = linear(shape.experts, hidden)
+            self.up = _Layer(shape.experts, (2 if shape.gated else 1) * inner, hidden)
+            self.down = _Layer(shape.experts, hidden, inner)
         else:
-            if sizes.gated:
+            if shape.gated:
                 self.gate = linear(inner, hidden)
-            self.fc1 = linear(inner, hidden)
-            self.fc2 = linear(hidden, inner)
-        if not transposed:
-            self.norm1, self.norm2 = (_Norm(hidden, bias=sizes.norm_biases) for _ in range(2))
+            self.fc1, self.fc2 = linear(inner, hidden), linear(hidden, inner)
+        if not shape.conv1d:
+            self.norm1, self.norm2 = norm(), norm()
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a block built for a plan has no forward")
 
 
 class _Transformer(nn.Module):
-    def __init__(self, sizes: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        self.embed = _Linear(sizes.vocab, sizes.hidden, bias=False, transposed=False)
-        if sizes.positions:
-            self.positions = _Linear(sizes.positions, sizes.hidden, bias=False, transposed=False)
-        self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
-        self.norm = _Norm(sizes.hidden, bias=sizes.norm_biases)
-        if not sizes.tied:
-            self.head = _Linear(sizes.vocab, sizes.hidden, bias=False, transposed=False)
+        self.embed = _Layer(shape.vocab, shape.hidden)
+        if shape.positions:
+            self.positions = _Layer(shape.positions, shape.hidden)
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
+        self.norm = _Layer(shape.hidden, bias=shape.hidden * shape.norm_biases)
+        if not shape.tied:
+            self.head = _Layer(shape.vocab, shape.hidden)
 
 
 def read_config(path: str | os.PathLike[str]) -> TransformerShape:
@@ -208,22 +191,16 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
     The file must be local. The function downloads no files.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be read.
         ValueError: the file is invalid, its ``model_type`` is not supported, or a size is missing.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} does not exist. Pass the path of a Hugging Face config.json, or of a folder that contains one"
-        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must contain a JSON object, got {type(content).__name__}")
-    kind = content.get("model_type")
+    kind = content.get("model_type") if isinstance(content, dict) else None
     if kind not in _KNOWN:
         raise ValueError(
             f"{path}: model_type {kind!r} is not supported (supported: {', '.join(_KNOWN)}). Pass a function that "
@@ -233,6 +210,8 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
         return _shape_of_gpt2(content) if kind == "gpt2" else _shape_of_llama(content, kind)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}, which a config of {kind} must have") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _shape_of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
@@ -242,18 +221,13 @@ def _shape_of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
             "attention_bias and mlp_bias differ, which is not supported. Pass a function that builds the model, as "
             "module:function"
         )
-    hidden, heads = content["hidden_size"], content["num_attention_heads"]
-    if not content.get("head_dim") and heads > 0 and hidden % heads:
-        raise ValueError(
-            f"num_attention_heads={heads} does not divide hidden_size={hidden}. Add head_dim to the config"
-        )
     return TransformerShape(
         layers=content["num_hidden_layers"],
-        hidden=hidden,
+        hidden=content["hidden_size"],
         ffn=content["intermediate_size"],
         vocab=content["vocab_size"],
-        heads=heads,
-        kv_heads=content.get("num_key_value_heads") or heads,
+        heads=content["num_attention_heads"],
+        kv_heads=content.get("num_key_value_heads") or 0,
         head_dim=content.get("head_dim") or 0,
         biases=biases.pop(),
         qkv_biases=kind == "qwen2",

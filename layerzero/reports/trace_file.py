@@ -91,8 +91,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     can continue. When the context exits, the host waits for collectives that were launched inside the context.
     Recording an event takes tens of microseconds and a few hundred bytes, so trace a few steps, not an entire run.
 
-    The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for
-    ``layerzero simulate`` or your own script.
+    The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for your
+    own script.
 
     Args:
         model: a sharded model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["parameters_text", "seconds_text", "si_text", "size_text", "size_unit", "table"]
+__all__ = ["parameters_text", "seconds_text", "si_text", "size_text", "table"]
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
@@ -47,23 +47,9 @@ def seconds_text(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
-def size_unit(nbytes: float) -> tuple[str, float]:
-    """Return the unit in which :func:`size_text` writes a number of bytes, and the number of bytes in one unit."""
-    power = _power(nbytes)
-    return f"{_LARGE[power]}B", 1000.0**power
-
-
-def _power(number: float) -> int:
-    """Return the power of 1000 by which numbers of this size are divided."""
+def _with_unit(number: float, unit: str) -> str:
     power = 0
     while abs(number) >= 999.5 and power + 1 < len(_LARGE):
-        number /= 1000
-        power += 1
-    return power
-
-
-def _with_unit(number: float, unit: str) -> str:
-    power = _power(number)
-    number /= 1000**power
+        number, power = number / 1000, power + 1
     digits = 0 if power == 0 and number == int(number) else 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
     return f"{number:.{digits}f} {_LARGE[power]}{unit}"

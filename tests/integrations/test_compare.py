@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.compare import COMPARED, backend_of, largest_difference, main, report, schemes_of
 from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
-from layerzero.planning.meta_sharding import MetaSharding, traits_of
+from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.verification.training_runs import TrainingTask, default_loss
 from tests.support.loops import launched_program
 from tests.support.ranks import run_ranks
@@ -112,7 +112,7 @@ def padded_numel(folder: Path, monkeypatch: pytest.MonkeyPatch, param_dtype: tor
         model = importlib.import_module("mine").Net()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     config = LayerZeroConfig(zero3_size=2, units=["Block"], mp_policy=policy)
-    units = MetaSharding(model, config).unit_specs(config, traits_of(4, 2, on_device=False))
+    units = plan_unit_specs(plan_units(model, config), config, 4, on_device=False)
     return sum(handle.layout.numel for unit in units for handle in unit.handles)
 
 

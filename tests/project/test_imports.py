@@ -23,7 +23,6 @@ FLOORS = [
     ("checkpoint",),
     ("megatron", "integrations"),
     ("doctor",),
-    ("cli_planning", "cli_doctor"),
     ("cli",),
     ("__main__",),
 ]

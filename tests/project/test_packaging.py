@@ -15,7 +15,6 @@ import torch
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.__main__ import main
 from tests.support.ranks import run_ranks
 from tests.support.snippets import Block, MyModel
 
@@ -56,24 +55,6 @@ def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
     assert not [
         name for name in names if re.search(r"__pycache__|\.pyc$|^build/|^\.venv|\.egg-info/SOURCES.*\.so$", name)
     ]
-
-
-def test_help_without_typer_lists_the_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typer = pytest.importorskip("typer", reason="needs typer, whose commands are compared with what is said without it")
-    from layerzero.cli import app  # noqa: PLC0415 - not before typer is known to be there
-
-    commands = typer.main.get_command(app).commands
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "layerzero.cli", raising=False)
-    monkeypatch.setattr(sys, "argv", ["layerzero", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == 0 and said.err == ""
-    assert re.findall(r"^  (\S+) +\S", said.out, re.MULTILINE) == list(commands)
-    assert "pip install typer" in said.out
 
 
 def test_the_import_is_silent_without_numpy() -> None:

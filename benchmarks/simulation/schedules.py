@@ -1,12 +1,12 @@
 """Build simulator programs from settings, for layerzero and for other schemes.
 
-If units are called one after the other, layerzero's program launches and waits in the same order as the engine. A test
-compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
-these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
-communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes. For
-HFSDP (Megatron-FSDP with optimizer state sharded over all ranks), only the last micro-batch reduces gradients between
-nodes, and only the first forward gathers weights between nodes, as in ``megatron_fsdp.experimental`` on Megatron-LM's
-main branch at commit d98e8a6 (2026-08-22). Release 0.6.1 gathers them again in the first backward.
+If units are called one after the other, layerzero's program launches and waits in the same order as the engine. The
+programs of other schemes follow the papers and manuals of these schemes. They are models, not measurements, and make
+favorable assumptions: one unit is prefetched, separate communicators overlap, and there is no padding. For HSDP, only
+the last micro-batch has an all-reduce between nodes. For HFSDP (Megatron-FSDP with optimizer state sharded over all
+ranks), only the last micro-batch reduces gradients between nodes, and only the first forward gathers weights between
+nodes, as in ``megatron_fsdp.experimental`` on Megatron-LM's main branch at commit d98e8a6 (2026-08-22). Release 0.6.1
+gathers them again in the first backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from layerzero.engine.reduction_spec import accumulates_full_gradients
-from layerzero.planning.sim_program import (
+from benchmarks.simulation.program import (
     Operation,
     SimCollective,
     SimCompute,
@@ -25,6 +24,7 @@ from layerzero.planning.sim_program import (
     StepEnd,
     WaitReductions,
 )
+from layerzero.engine.reduction_spec import accumulates_full_gradients
 
 __all__ = ["FSDPSettings", "ScheduleSettings", "UnitCost", "fsdp_program", "layerzero_program"]
 

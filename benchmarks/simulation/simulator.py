@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from layerzero.engine.reduction_queue import IN_FLIGHT
-from layerzero.planning.sim_program import (
+from benchmarks.simulation.program import (
     ComputeKey,
     Operation,
     SimCollective,
@@ -33,6 +32,7 @@ from layerzero.planning.sim_program import (
     StepEnd,
     WaitReductions,
 )
+from layerzero.engine.reduction_queue import IN_FLIGHT
 
 __all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
 
@@ -269,7 +269,7 @@ def _compute_task(seconds: float, compute_key: ComputeKey) -> _SimTask:
 
 
 class _InFlightReduction:
-    """Reduction that proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
+    """Reduction that proceeds without the host; see [Note: Machine-dependent times] in program.py.
 
     Attributes:
         num_added: number of the reduction's collectives whose addition has finished.

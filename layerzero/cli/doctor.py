@@ -1,4 +1,4 @@
-"""Define the command ``doctor``. Only ``layerzero.cli`` imports this module, which requires typer."""
+"""Command ``doctor``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 
 from layerzero import doctor
 
-__all__ = ["add_doctor"]
+__all__ = ["check_environment"]
 
 
-def _doctor(
+def check_environment(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1.0)] = 60.0,
 ) -> None:
@@ -37,7 +37,3 @@ def _doctor(
     elif findings:  # the rendezvous failed
         typer.echo(f"layerzero: rank {rank}: {findings[-1].text}", err=True)
     raise typer.Exit(1 if doctor.has_problem(findings) else 0)
-
-
-def add_doctor(app: typer.Typer) -> None:
-    app.command("doctor")(_doctor)
