@@ -240,14 +240,7 @@ def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, Fi
         raise CheckpointError("; ".join(unavailable))
     if not any(needed_names for _, needed_names in rank_entries):
         return
-    failure = ""
-    try:
-        for name in sorted(wanted - own_names):
-            (view / name).unlink(missing_ok=True)
-            allocate_file(view / name, records[name].size)
-    except OSError as error:
-        failure = f"rank {comm.rank}: {error}"
-    _raise_if_any_failed(comm, failure)
+    _raise_if_any_failed(comm, _allocate_files(comm, view, {name: records[name].size for name in wanted - own_names}))
     num_transfers: Counter[int] = Counter()
     for rank, (_, needed_names) in enumerate(rank_entries):
         for name in needed_names:
@@ -257,6 +250,17 @@ def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, Fi
                 transfer(comm, map_file(view / name, records[name].size), to=rank)
             elif comm.rank == rank:
                 transfer(comm, map_writable_file(view / name, records[name].size), source=holder)
+
+
+def _allocate_files(comm: Communicator, folder: Path, sizes: Mapping[str, int]) -> str:
+    """Create files of these sizes, by name; return a description of the failure, or an empty string."""
+    try:
+        for name, size in sizes.items():
+            (folder / name).unlink(missing_ok=True)
+            allocate_file(folder / name, size)
+    except OSError as error:
+        return f"rank {comm.rank}: {error}"
+    return ""
 
 
 def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:

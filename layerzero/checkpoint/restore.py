@@ -255,19 +255,8 @@ class RestorePlan:
         member = self._names.members.get(name)
         shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.full_shape)
         is_owned = optimizer.owned(own_name) is not None  # state of an owned parameter may have any shape
-        mismatches = [
-            f"{state_key} of {name} in the optimizer: {problem}"
-            for state_key, value in values.items()
-            for ref in refs_in(value)
-            if ref.ndim and not is_owned and (problem := self._mismatch(ref, shape, ref.dtype))
-        ]
-        mismatches += [
-            f"{state_key} of {name} in the optimizer: expected a tensor of the parameter's shape, but the checkpoint "
-            f"has {'a number' if isinstance(values[state_key], (int, float, Tensor)) else _kind(values[state_key])}"
-            for state_key, value in current.items()
-            if isinstance(value, Tensor) and value.ndim and shape and values.get(state_key) is not None
-            if not isinstance(values[state_key], StoredRef) or not values[state_key].ndim
-        ]
+        problems = self._state_problems(values, current, shape, is_owned=is_owned)
+        mismatches = [f"{state_key} of {name} in the optimizer: {problem}" for state_key, problem in problems.items()]
         self.problems += mismatches
         if mismatches:
             return
@@ -276,6 +265,20 @@ class RestorePlan:
                 memory = current.get(state_key) if ref is value else None
                 self._request(ref.key, optimizer.spec_of_state(own_name, ref.shape), memory)
         self._optimizer_state[own_name] = values
+
+    def _state_problems(
+        self, values: Mapping[str, Any], current: Mapping[str, Any], shape: torch.Size, *, is_owned: bool
+    ) -> dict[str, str]:
+        """Return the reason why each entry of an optimizer state does not match a parameter of this shape."""
+        problems = {}
+        for state_key, saved in values.items():
+            for ref in refs_in(saved):
+                if ref.ndim and not is_owned and (problem := self._mismatch(ref, shape, ref.dtype)):
+                    problems[state_key] = problem
+            if shape and saved is not None and _has_dims(current.get(state_key)) and not _has_dims(saved):
+                kind = _kind(saved)
+                problems[state_key] = f"expected a tensor of the parameter's shape, but the checkpoint has {kind}"
+        return problems
 
     def _plan_extra(self, ref: StoredRef) -> None:
         if ref.like is None:
@@ -412,6 +415,10 @@ class RestorePlan:
             for key, value in state.items():
                 if isinstance(value, (int, float)) and isinstance(example.get(key), Tensor):
                     state[key] = torch.full_like(example[key], value)
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _kind(value: Any) -> str:
