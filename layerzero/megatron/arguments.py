@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import LayerZeroConfig, PrecisionPolicy
-from layerzero.extend import require_equal
-from layerzero.integrations.yaml_file import has_names_of_mindspeed
+from layerzero.extend import addon, require_equal
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 
 __all__ = ["ParsedArguments", "add_arguments", "settings_from_arguments"]
@@ -83,7 +82,7 @@ def _translate_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArg
     size = settings.pop("zero3_size")
     if size is None:
         size = _ranks_per_node(data_parallel)
-    elif has_names_of_mindspeed(args.layerzero_config):
+    elif addon("yaml").has_names_of_mindspeed(args.layerzero_config):
         size = _zero3_size_without_tensor_parallel(size, args.tensor_model_parallel_size, len(data_parallel))
     refuse_fusion(args, size, **settings)
     settings["mp_policy"] = _policy(settings["mp_policy"], args)
