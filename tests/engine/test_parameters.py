@@ -20,7 +20,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import PrecisionPolicy
 from layerzero.sharding.module_methods import set_gradient_divide_factor
-from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
+from tests.support.graphs import (
+    IN_FLIGHT,
+    MODES,
+    WIDTH,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    batch,
+    blocks,
+    compare,
+    one_pass,
+    sgd,
+    shard,
+)
 from tests.support.models import full_gradients, full_parameters
 from tests.support.ranks import every_nth_setting, mesh_of, run_ranks
 
@@ -168,6 +182,42 @@ def _factors(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
     run_ranks(_factors, world, world_size=world)
+
+
+def _factor_of_a_unit(rank: int) -> None:
+    model = shard(blocks(2))
+    one_pass(model, rank, 0)
+    expected = full_gradients(model)
+    model.zero_grad()
+    model.units[0].set_gradient_divide_factor(float(WORLD) / 4)
+    one_pass(model, rank, 0)
+    for name, gradient in full_gradients(model).items():
+        scale = 4 if name.startswith("units.0.") else 1
+        torch.testing.assert_close(gradient, scale * expected[name], rtol=0, atol=0)
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 0)
+    with pytest.raises(RuntimeError, match=r"while gradients are accumulated.*before the first backward"):
+        model.set_gradient_divide_factor(1.0)
+
+
+def test_a_unit_may_have_its_own_divide_factor() -> None:
+    run_ranks(_factor_of_a_unit, world_size=WORLD)
+
+
+def _factors_differ(rank: int) -> None:
+    model = shard(blocks(2))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    model.set_gradient_divide_factor(2.0 if rank == 1 else 1.0)
+    text = r"gradient_divide_factor of unit 'units.0' is 1\.0 on ranks? .* and 2\.0 on rank 1"
+    with pytest.raises(RuntimeError, match=text):
+        for step in range(4):
+            one_pass(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_divide_factors_that_differ_between_ranks_are_refused() -> None:
+    run_ranks(_factors_differ, world_size=WORLD)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "4", True])
