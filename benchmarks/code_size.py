@@ -27,8 +27,8 @@ PACKAGE = ROOT / "layerzero"
 # Files and folders of the package that train without the others. Every other file is an add-on.
 CORE = frozenset(
     [
-        *("__init__.py", "extend.py", "full_state.py"),
-        *("comm", "config", "device", "dtensor", "engine", "estimates", "layout", "optimizers", "reports", "sharding"),
+        *("__init__.py", "config.py", "extend.py", "full_state.py"),
+        *("comm", "device", "dtensor", "engine", "estimates", "layout", "optimizers", "reports", "sharding"),
         "utils",
     ]
 )

@@ -401,7 +401,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/transport/test_shared_weights.py::test_an_edit_in_a_forward_is_an_error",
         "comm/transport/test_shared_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
     ),
-    "Inside Megatron": ("megatron/test_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",),
+    "Inside Megatron": ("megatron/test_unsupported.py::test_what_is_not_supported_is_refused_with_a_way_out",),
     "`Offload(optimizer=True)`": (
         "optimizers/test_offload_optimizer.py::test_what_cannot_be_updated_by_the_host_is_refused",
         "optimizers/test_offload_optimizer.py::test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step",
