@@ -482,7 +482,7 @@ def _verified(rank: int) -> None:
     before: dict[str, int] = {}
     for _ in range(3):
         assert layerzero.verify(Square, make_batch, steps=1, zero3_sizes=[2]).ok
-        layerzero.plan(Square(), layerzero.planning.Cluster(nodes=2, accelerators=2), micro_batches=[1])
+        layerzero.plan(Square(), layerzero.planning.Cluster(nodes=2, accelerators=2))
         more = grown(before) if before else []
         assert not more, more
         before = counts()
