@@ -22,7 +22,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import NAME, Device, DeviceCopies, Stream, register
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 
@@ -30,7 +30,8 @@ class _Seen(Exception):
     pass
 
 
-def _clip(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator(rank: int) -> None:
     with pytest.warns(UserWarning, match="optimizer=True"):
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload=Offload(optimizer=True))
     integer_loss(model, integer_batch(rank=rank)).backward()
@@ -49,11 +50,8 @@ def _clip(rank: int) -> None:
     assert devices == [torch.device("meta")] * 2, "the communicator's device"
 
 
-def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator() -> None:
-    run_ranks(_clip, world_size=2)
-
-
-def _capture(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_capture_of_a_whole_step_is_refused(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     with Device().installed() as device:
@@ -75,16 +73,13 @@ def _capture(rank: int) -> None:
         optimizer.step()
 
 
-def test_capture_of_a_whole_step_is_refused() -> None:
-    run_ranks(_capture, world_size=2)
-
-
 def test_a_device_without_graphs_captures_nothing() -> None:
     with mock.patch("layerzero.device.accelerator.device_module", lambda device: SimpleNamespace()):
         require_no_capture(torch.device("meta"), "a forward")
 
 
-def _check_local_gradients(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream(rank: int) -> None:
     """Train with a guard on a stream that is not the one on which gradients arrive."""
     register()
     mesh = mesh_on(NAME, 2)
@@ -111,10 +106,6 @@ def _check_local_gradients(rank: int) -> None:
     assert sum(checked) == 7 * (2 + 1), "each gradient of two backwards, and the sum of two"
 
 
-def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream() -> None:
-    run_ranks(_check_local_gradients, world_size=2)
-
-
 def _streams(rank: int) -> int:
     register()
     mesh = mesh_on(NAME, 2)
@@ -138,17 +129,14 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
     assert connections_warning("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is None
 
 
-def _copies_to_the_host(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_the_host_waits_for_a_late_copy(rank: int) -> None:
     with Device().installed():
         copies = DeviceCopies(torch.device("cpu"))
         source, target = torch.empty(4), copies.host_buffer(4, torch.float32)
         for value in range(10):
             copies.finish(copies.copy(target, source.fill_(value), to_host=True))
             assert target.eq(value).all()
-
-
-def test_the_host_waits_for_a_late_copy() -> None:
-    run_ranks(_copies_to_the_host, world_size=1)
 
 
 def test_the_host_waits_for_the_current_stream_of_a_device() -> None:
@@ -214,7 +202,8 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_cache: bool)
             assert device.log == ["ahead waits for event on other"]
 
 
-def _side_streams_after_a_failure(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it(rank: int) -> None:
     """Raise in a backward while gradients are still being added on the stream of their leaves."""
     register()
     mesh = mesh_on(NAME, 2)
@@ -246,11 +235,8 @@ def _side_streams_after_a_failure(rank: int) -> None:
             assert len(events) == before + 1 and events[-1].wait.called, "the recovery waits for gradients"
 
 
-def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:
-    run_ranks(_side_streams_after_a_failure, world_size=2)
-
-
-def _gathers(rank: int) -> None:
+@on_ranks()
+def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     for reshards, once in ((True, 2), (False, 4)):
@@ -271,11 +257,8 @@ def _gathers(rank: int) -> None:
             assert not any(handle.weights.full_buffer.untyped_storage().nbytes() for handle in get_state(model).handles)
 
 
-def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass() -> None:
-    run_ranks(_gathers)
-
-
-def _called_directly(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_unit_that_is_called_directly_does_not_stay_gathered(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     with Device().installed():
@@ -287,7 +270,3 @@ def _called_directly(rank: int) -> None:
             output.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_a_unit_that_is_called_directly_does_not_stay_gathered() -> None:
-    run_ranks(_called_directly, world_size=2)

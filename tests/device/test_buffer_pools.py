@@ -14,7 +14,7 @@ from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBuff
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.late_device import Device, Stream, register
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
 needs_caching = pytest.mark.skipif(
@@ -74,7 +74,8 @@ def test_scratch_is_reused_by_size_and_dtype() -> None:
     assert pool.most_bytes == 32 + 16
 
 
-def _two_in_turn(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_a_device_pool_has_room_for_two_units_and_gives_all_of_it_back(rank: int) -> None:
     register()
     with Device().installed() as device:
         pool, side = BufferPool.of(CPU), Stream()
@@ -122,11 +123,8 @@ def _two_in_turn(rank: int) -> None:
         assert pool.held_bytes == 0 and not +pool._made, "activations can use it"
 
 
-def test_a_device_pool_has_room_for_two_units_and_gives_all_of_it_back() -> None:
-    run_ranks(_two_in_turn, world_size=1)
-
-
-def _steady(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_steady_state_allocates_no_full_buffer(rank: int) -> None:
     for settings in ({}, {"accumulation": "full"}, {"prefetch": 2}, {"reshard_after_forward": False}):
         model = shard(blocks(6), **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -153,11 +151,9 @@ def _steady(rank: int) -> None:
         assert pools.full.allocations == 1 + together, settings
 
 
-def test_a_steady_state_allocates_no_full_buffer() -> None:
-    run_ranks(_steady, world_size=WORLD, shared_memory="off")
-
-
-def _addresses(rank: int) -> None:
+@needs_caching
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself(rank: int) -> None:
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     allocate, steps = FullBufferPool.allocate, []
@@ -175,8 +171,3 @@ def _addresses(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len(steps[2]) >= 12 and steps[2] == steps[3] == steps[4], "who replays a graph finds the weights"
-
-
-@needs_caching
-def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself() -> None:
-    run_ranks(_addresses, world_size=WORLD, shared_memory="off")

@@ -49,7 +49,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import every_nth_setting, mesh_of, run_ranks
+from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -304,7 +304,8 @@ def test_a_reduction_needs_few_events() -> None:
         assert counts[1:-1] == [(8, 4)] * (UNITS - 2), counts
 
 
-def _streams_of_hops(rank: int) -> None:
+@on_ranks()
+def test_each_hop_has_its_own_stream(rank: int) -> None:
     register()
     mesh, streams = mesh_on(NAME, 2), defaultdict(set)
     with Device().installed() as device:
@@ -321,11 +322,8 @@ def _streams_of_hops(rank: int) -> None:
         assert hop1 is not hop2 and not (hop1.computes or hop2.computes)
 
 
-def test_each_hop_has_its_own_stream() -> None:
-    run_ranks(_streams_of_hops)
-
-
-def _uses_few_units(rank: int) -> None:
+@on_ranks()
+def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap(rank: int) -> None:
     """The refreshes of units that a forward pass does not use are still in flight when other units are reduced."""
     register()
     mesh = mesh_on(NAME, 2)
@@ -338,11 +336,8 @@ def _uses_few_units(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap() -> None:
-    run_ranks(_uses_few_units)
-
-
-def _gathers_between_replicas(rank: int) -> None:
+@on_ranks()
+def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators(rank: int) -> None:
     """Backward passes inside no_sync leave reductions in flight. Other collectives follow on their communicators."""
     register()
     mesh, bf16 = mesh_on(NAME, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -363,10 +358,6 @@ def _gathers_between_replicas(rank: int) -> None:
             assert layerzero.traffic(model).calls["unshard"]
 
 
-def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators() -> None:
-    run_ranks(_gathers_between_replicas)
-
-
 def _weights_after_no_sync(mesh: Any, rank: int, *, is_late: bool) -> dict[str, Tensor]:
     """Return the weights after a step whose backward passes were all inside no_sync.
 
@@ -385,7 +376,8 @@ def _weights_after_no_sync(mesh: Any, rank: int, *, is_late: bool) -> dict[str, 
     return full_parameters(model)
 
 
-def _steps_after_no_sync(rank: int) -> None:
+@on_ranks()
+def test_a_step_waits_for_the_reductions_of_the_last_no_sync(rank: int) -> None:
     register()
     mesh, expected = mesh_on(NAME, 2), _weights_after_no_sync(mesh_of(2), rank, is_late=False)
     with Device().installed():
@@ -393,11 +385,8 @@ def _steps_after_no_sync(rank: int) -> None:
     assert not different(found, expected)
 
 
-def test_a_step_waits_for_the_reductions_of_the_last_no_sync() -> None:
-    run_ranks(_steps_after_no_sync)
-
-
-def _freezes_after_no_sync(rank: int) -> None:
+@on_ranks()
+def test_no_reduction_is_in_flight_when_parameters_are_frozen(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     with Device().installed():
@@ -411,11 +400,8 @@ def _freezes_after_no_sync(rank: int) -> None:
         assert not any(each.reduction for each in gradients), "the queue of the reductions has been replaced"
 
 
-def test_no_reduction_is_in_flight_when_parameters_are_frozen() -> None:
-    run_ranks(_freezes_after_no_sync)
-
-
-def _synchronized(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_a_synchronization_waits_for_both_streams(rank: int) -> None:
     with Device().installed() as device:
         streams = DeviceStreams(torch.device("cpu"))
         for stream in (streams.zero3, streams.replica):
@@ -426,10 +412,6 @@ def _synchronized(rank: int) -> None:
             events = deque([stream.record_event()])
             streams.synchronize([events])
             assert result == 1 and not events and device.current_stream().computes
-
-
-def test_a_synchronization_waits_for_both_streams() -> None:
-    run_ranks(_synchronized, world_size=1)
 
 
 def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
@@ -446,7 +428,9 @@ def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
     return outputs
 
 
-def _evaluates_late(rank: int, zero3_size: int) -> None:
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks()
+def test_full_precision_waits_for_late_gathers(rank: int, zero3_size: int) -> None:
     register()
     mesh, expected = mesh_on(NAME, zero3_size), _outputs_in_full_precision(mesh_of(zero3_size), rank)
     with Device().installed():
@@ -454,12 +438,8 @@ def _evaluates_late(rank: int, zero3_size: int) -> None:
     assert all(map(torch.equal, found, expected)), (found, expected)
 
 
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_full_precision_waits_for_late_gathers(zero3_size: int) -> None:
-    run_ranks(_evaluates_late, zero3_size)
-
-
-def _gathers_after_a_launch(rank: int) -> None:
+@on_ranks()
+def test_a_gather_waits_for_an_earlier_collective_of_its_communicator(rank: int) -> None:
     """A collective on the backend's stream is in flight when a gather of the same communicator is launched."""
     register()
     mesh = mesh_on(NAME, 2)
@@ -475,11 +455,8 @@ def _gathers_after_a_launch(rank: int) -> None:
             assert before.wait()[:, 0].tolist() == expected
 
 
-def test_a_gather_waits_for_an_earlier_collective_of_its_communicator() -> None:
-    run_ranks(_gathers_after_a_launch)
-
-
-def _waits_for_hop1(rank: int) -> None:
+@on_ranks()
+def test_the_computation_does_not_wait_for_reductions_inside_no_sync(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     for mode in ("sharded", "full", "local"):
@@ -536,11 +513,8 @@ def _waits_for_hop1(rank: int) -> None:
             gc.collect()
 
 
-def test_the_computation_does_not_wait_for_reductions_inside_no_sync() -> None:
-    run_ranks(_waits_for_hop1)
-
-
-def _waits_for_refreshes(rank: int) -> None:
+@on_ranks()
+def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     with Device().installed() as device:
@@ -587,10 +561,6 @@ def _waits_for_refreshes(rank: int) -> None:
         assert used <= {tensor.data_ptr() for tensor in device.kept}, "a gather and refreshes may still use the memory"
 
 
-def test_gathers_and_not_the_computation_wait_for_refreshes() -> None:
-    run_ranks(_waits_for_refreshes)
-
-
 def _other_gathers(rank: int, path: str) -> None:
     """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
     register()
@@ -607,7 +577,8 @@ def test_encoded_gathers_and_regathers_change_no_bit(tmp_path: Path) -> None:
     run_ranks(_other_gathers, str(tmp_path / "trace"))
 
 
-def _deleted(rank: int) -> None:
+@on_ranks()
+def test_scratch_memory_is_returned_in_the_next_forward_and_kept_for_reductions_of_deleted_models(rank: int) -> None:
     """A model that is deleted after a backward inside no_sync leaves memory to its reductions."""
     register()
     mesh = mesh_on(NAME, 2)
@@ -631,11 +602,8 @@ def _deleted(rank: int) -> None:
             keep.reset_mock()
 
 
-def test_scratch_memory_is_returned_in_the_next_forward_and_kept_for_reductions_of_deleted_models() -> None:
-    run_ranks(_deleted)
-
-
-def _dropped(rank: int) -> None:
+@on_ranks()
+def test_gradients_that_are_dropped_inside_no_sync_stay_zero(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     for mode in ("sharded", "local"):
@@ -665,7 +633,3 @@ def _dropped(rank: int) -> None:
                 group["momentum"] = 0.0
             optimizer.step()
             assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters()), mode
-
-
-def test_gradients_that_are_dropped_inside_no_sync_stay_zero() -> None:
-    run_ranks(_dropped)

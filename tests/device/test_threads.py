@@ -33,7 +33,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -184,7 +184,8 @@ class _Reentrant(SideBySide):
         return sum(calls) + self.last
 
 
-def _gradients_in_parts(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="off")
+def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_first_part(rank: int) -> None:
     warnings.filterwarnings("ignore", "Offload.grads=True. on cpu")
     alone = _Reentrant(len(UNITS))
     for each in range(4):
@@ -198,11 +199,8 @@ def _gradients_in_parts(rank: int) -> None:
         assert not different(full_gradients(model), expected), settings
 
 
-def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_first_part() -> None:
-    run_ranks(_gradients_in_parts, world_size=4, shared_memory="off")
-
-
-def _uses_predicted_memory(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="off")
+def test_late_threads_need_no_more_memory_than_predicted(rank: int) -> None:
     """The host waits for the oldest reduction, so that late threads do not need more memory than predicted."""
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     scratch = get_state(model).pools.scratch
@@ -210,10 +208,6 @@ def _uses_predicted_memory(rank: int) -> None:
         with late_threads(0.02):
             integer_loss(model, integer_batch(step=step, rank=rank)).backward()
         assert 0 < scratch.most_bytes <= scratch.predicted_bytes, (scratch.most_bytes, scratch.predicted_bytes)
-
-
-def test_late_threads_need_no_more_memory_than_predicted() -> None:
-    run_ranks(_uses_predicted_memory, world_size=4, shared_memory="off")
 
 
 def test_a_synchronization_waits_for_all_threads_and_records_its_wait() -> None:

@@ -19,7 +19,7 @@ import layerzero
 from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
 
@@ -249,7 +249,8 @@ def test_its_masters_are_plain_in_states_and_checkpoints(tmp_path: Path) -> None
     run_ranks(_states, tmp_path, world_size=WORLD)
 
 
-def _reported(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_it_takes_and_sends_is_counted(rank: int) -> None:
     for size in (1, 2, 4):
         for sharing in ("off", "auto"):
             model = shard(wrap(nn.Sequential(Layer(Coded), Layer(Coded))), size=size, shared_memory=sharing)
@@ -273,11 +274,8 @@ def _reported(rank: int) -> None:
             assert traffic.calls.get("gather", 0) == 12 * (0 if size == 1 else 3)
 
 
-def test_what_it_takes_and_sends_is_counted() -> None:
-    run_ranks(_reported, world_size=WORLD)
-
-
-def _in_modes(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_it_follows_steps_edits_and_modes_of_torch(rank: int) -> None:
     """Cover old graphs, writes, inference, and parameters that stay gathered."""
     for kind, settings in ((Coded, {}), (Rounded, {"reshard_after_forward": False})):
         model = shard(wrap(Net(kind)), **settings)
@@ -310,11 +308,8 @@ def _in_modes(rank: int) -> None:
             output.sum().backward()
 
 
-def test_it_follows_steps_edits_and_modes_of_torch() -> None:
-    run_ranks(_in_modes, world_size=WORLD)
-
-
-def _on_meta(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_it_may_come_on_meta_or_frozen_and_keeps_nothing_alive(rank: int) -> None:
 
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -337,10 +332,6 @@ def _on_meta(rank: int) -> None:
     held = list(old.parameters())
     shard(old, size=4)
     assert all(p.values.untyped_storage().nbytes() == 0 for p in held if isinstance(p, Inner))
-
-
-def test_it_may_come_on_meta_or_frozen_and_keeps_nothing_alive() -> None:
-    run_ranks(_on_meta, world_size=WORLD)
 
 
 class OneHook(Inner):
@@ -387,7 +378,8 @@ class Odd(Rounded):
         return super().fsdp_post_all_gather(outputs, metadata, dtype, out=out)
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_what_does_not_keep_to_the_protocol_is_told_on_every_rank(rank: int) -> None:
     for kind, text in (
         (OneHook, "a OneHook, which has only one of fsdp_pre_all_gather and fsdp_post_all_gather"),
         (
@@ -442,7 +434,3 @@ def _refused(rank: int) -> None:
     Odd.way = ""
     model.zero_grad()
     one_pass(model, rank, 0)
-
-
-def test_what_does_not_keep_to_the_protocol_is_told_on_every_rank() -> None:
-    run_ranks(_refused, world_size=2)

@@ -49,12 +49,15 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # A second optimizer over the same parameters
 
 
-def _second(rank: int, names: tuple[str, str]) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("names", [("each matrix", "whole stack"), ("whole stack", "each matrix")])
+@on_ranks()
+def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(rank: int, names: tuple[str, str]) -> None:
     model, net = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly), Linearly()
     ours = [layerzero.shard_optimizer(STACKS[name](model), model) for name in names]
     theirs = [STACKS[name](net) for name in names]
@@ -74,13 +77,8 @@ def _second(rank: int, names: tuple[str, str]) -> None:
         assert not different(whole_state(our), state_alone(their, net))
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("names", [("each matrix", "whole stack"), ("whole stack", "each matrix")])
-def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(names: tuple[str, str]) -> None:
-    run_ranks(_second, names)
-
-
-def _moves_edited_rows(rank: int) -> None:
+@on_ranks()
+def test_rows_move_with_the_values_of_an_edit(rank: int) -> None:
     """Move rows to other ranks after an edit. Two ranks launch the refresh of the edit late."""
     model, net = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS), integer_net()
     with torch.no_grad():
@@ -109,11 +107,8 @@ def _moves_edited_rows(rank: int) -> None:
     assert moved
 
 
-def test_rows_move_with_the_values_of_an_edit() -> None:
-    run_ranks(_moves_edited_rows)
-
-
-def _too_late(rank: int) -> None:
+@on_ranks()
+def test_a_second_optimizer_that_needs_more_comes_before_the_first_step(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     first = layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     stacks_step(model, first, rank, 0)
@@ -126,11 +121,8 @@ def _too_late(rank: int) -> None:
     stacks_step(model, again, rank, 1)
 
 
-def test_a_second_optimizer_that_needs_more_comes_before_the_first_step() -> None:
-    run_ranks(_too_late)
-
-
-def _unlike_trials(rank: int) -> None:
+@on_ranks()
+def test_ranks_that_find_out_other_things_about_an_optimizer_are_one_error_on_all(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -139,10 +131,6 @@ def _unlike_trials(rank: int) -> None:
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not owners_of(get_state(model)).owners
     stacks_step(model, layerzero.shard_optimizer(STACKS["each matrix"](model), model), rank, 0)
-
-
-def test_ranks_that_find_out_other_things_about_an_optimizer_are_one_error_on_all() -> None:
-    run_ranks(_unlike_trials)
 
 
 # Gradients on some ranks only
@@ -178,7 +166,8 @@ def groups() -> int:
     return len(dist.distributed_c10d._world.pg_group_ranks)
 
 
-def _groups(rank: int) -> None:
+@on_ranks()
+def test_owner_groups_are_made_once_and_before_rows_move(rank: int) -> None:
     model, batches = tensor_parallel(2, 1)
     before, start = full_parameters(model), groups()
     if rank == 0:
@@ -190,10 +179,6 @@ def _groups(rank: int) -> None:
     assert groups() == start + 1 + (rank == 0), "owner groups are shared"
     assert not different(full_parameters(model), before)
     steps_of(model, [first, second, again], batches, range(2))
-
-
-def test_owner_groups_are_made_once_and_before_rows_move() -> None:
-    run_ranks(_groups)
 
 
 # State at one coordinate only
@@ -214,7 +199,8 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def _told(rank: int) -> None:
+@on_ranks()
+def test_state_of_one_place_is_told_to_the_others_in_one_copy(rank: int) -> None:
     model, _ = tensor_parallel(4, 1)
     owned_sgd(model)
     model_parallel = get_state(model).members["a.weight"].spec.model_parallel
@@ -229,10 +215,6 @@ def _told(rank: int) -> None:
             assert told.dtype == dtype and told.device == whole.device and not told.requires_grad
             assert torch.equal(told.view(torch.uint8), whole.view(torch.uint8))
             assert made.numel <= whole.numel(), "one copy, not one for each place"
-
-
-def test_state_of_one_place_is_told_to_the_others_in_one_copy() -> None:
-    run_ranks(_told)
 
 
 # Stacks of few matrices
@@ -291,7 +273,8 @@ class Branches(nn.Module):
         self.inner.weight = nn.Parameter(distribute_tensor(self.inner.weight.detach(), tp, [Shard(0)]))
 
 
-def _unknown_axis(rank: int) -> None:
+@on_ranks()
+def test_an_axis_beside_some_units_on_which_the_root_has_nothing_is_one_clear_error(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ranks = mesh["dp"].mesh.tolist()
     root, own = mesh_of_ranks(ranks, 2, "cpu"), mesh_of_ranks(ranks, 1, "cpu")
@@ -301,7 +284,3 @@ def _unknown_axis(rank: int) -> None:
         layerzero.shard_model(
             Branches(mesh["tp"]), mesh=lambda name, module: own if name == "inner" else root, units=("inner",)
         )
-
-
-def test_an_axis_beside_some_units_on_which_the_root_has_nothing_is_one_clear_error() -> None:
-    run_ranks(_unknown_axis)

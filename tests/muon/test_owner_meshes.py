@@ -45,7 +45,7 @@ from tests.support.models import (
     integer_loss,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -211,7 +211,8 @@ def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: in
 # Refusals
 
 
-def _refused(rank: int) -> None:
+@on_ranks()
+def test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = layerzero.shard_model(uneven(mesh["tp"]), zero3_size=2, units=Uneven.UNITS)
     before = full_parameters(model)
@@ -236,10 +237,6 @@ def _refused(rank: int) -> None:
     model = layerzero.shard_model(twice, mesh=both["dp"])
     with pytest.raises(ValueError, match=r"'weight' is sharded along 2 model-parallel axes"):
         layerzero.shard_optimizer(torch.optim.Muon(model.parameters()), model)
-
-
-def test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks() -> None:
-    run_ranks(_refused)
 
 
 # States and checkpoints
@@ -510,7 +507,9 @@ def test_the_state_exists_once_and_memory_and_traffic_are_as_predicted(size: int
     assert max(held) < 0.5 * expected, "owners are balanced"
 
 
-def _experts_held(rank: int) -> None:
+@needs_caching
+@on_ranks()
+def test_memory_is_as_predicted_with_owners_on_several_meshes(rank: int) -> None:
     for dtensor in (True, False):
         model = mixture(2, 2, expert_size=2, dtensor=dtensor)
         optimizer = owned_sgd(model)
@@ -520,8 +519,3 @@ def _experts_held(rank: int) -> None:
             optimizer.zero_grad()
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, dtensor
-
-
-@needs_caching
-def test_memory_is_as_predicted_with_owners_on_several_meshes() -> None:
-    run_ranks(_experts_held)

@@ -20,7 +20,7 @@ from layerzero import checkpoint
 from tests.muon.test_owner_step import CASES as FLAT
 from tests.muon.test_owner_step import Wide, matrices, owned_sgd, rows, shard_all
 from tests.support.models import LayerwiseScaling, different, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,8 @@ def test_states_by_name_and_of_one_process_can_be_put_back(world: int, zero3_siz
     run_ranks(_states, zero3_size, world_size=world)
 
 
-def _early(rank: int) -> None:
+@on_ranks()
+def test_a_state_from_before_sharding_goes_to_the_owners(rank: int) -> None:
     source = Wide()
     name = NAMES[-1]
     optimizers = CASES[name](source)
@@ -199,10 +200,6 @@ def _early(rank: int) -> None:
     expect(model, ours, name, 2, "taken over")
     train(model, ours, range(2, 4))
     expect(model, ours, name, 4, "went on")
-
-
-def test_a_state_from_before_sharding_goes_to_the_owners() -> None:
-    run_ranks(_early)
 
 
 class Keeping(LayerwiseScaling):

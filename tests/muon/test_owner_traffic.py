@@ -26,7 +26,7 @@ from layerzero.muon.owner_table import owners_of
 from tests.muon.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,10 @@ def test_a_step_sends_what_the_formulas_say_and_the_slow_link_carries_no_more(ze
 # Memory
 
 
-def _hold(rank: int, zero3_size: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks()
+def test_one_whole_parameter_and_its_gradient_are_there_at_a_time(rank: int, zero3_size: int) -> None:
     model = blocks_on(zero3_size)
     optimizer, lz_state = owned_sgd(model), get_state(model)
     grid, take, taken = lz_state.mesh_info.grid, BufferPool.acquire, []
@@ -145,16 +148,11 @@ def _hold(rank: int, zero3_size: int) -> None:
             assert report.predicted[kind] == report.measured[kind], kind
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_one_whole_parameter_and_its_gradient_are_there_at_a_time(zero3_size: int) -> None:
-    run_ranks(_hold, zero3_size)
-
-
 # Unaffected features
 
 
-def _beside(rank: int) -> None:
+@on_ranks()
+def test_hooks_schedules_scalers_and_averages_work_beside_whole_parameters(rank: int) -> None:
     model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS)
     net = Wide()
     inner, theirs = LayerwiseScaling(model.parameters()), LayerwiseScaling(net.parameters())
@@ -191,11 +189,8 @@ def _beside(rank: int) -> None:
     assert not different(full_parameters(model), dict(net.named_parameters()))
 
 
-def test_hooks_schedules_scalers_and_averages_work_beside_whole_parameters() -> None:
-    run_ranks(_beside)
-
-
-def _join(rank: int) -> None:
+@on_ranks()
+def test_a_group_that_comes_before_the_first_step_has_owners_too(rank: int) -> None:
     model, net = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS), Wide()
     ours = layerzero.shard_optimizer(LayerwiseScaling(matrices(model)), model)
     theirs = LayerwiseScaling(matrices(net))
@@ -209,11 +204,8 @@ def _join(rank: int) -> None:
     assert all(held[name] is parameter for name, parameter in model.named_parameters())
 
 
-def test_a_group_that_comes_before_the_first_step_has_owners_too() -> None:
-    run_ranks(_join)
-
-
-def _late(rank: int) -> None:
+@on_ranks()
+def test_on_a_backend_that_is_not_gloo_parts_of_unequal_length_travel_too(rank: int) -> None:
     register()
     all_ranks = dist.new_group([0, 1, 2, 3], backend=NAME)
     nodes = [dist.new_group(ranks, backend=NAME) for ranks in ([0, 1], [2, 3])]
@@ -229,14 +221,11 @@ def _late(rank: int) -> None:
         assert not different(full_parameters(model), dict(net.named_parameters()))
 
 
-def test_on_a_backend_that_is_not_gloo_parts_of_unequal_length_travel_too() -> None:
-    run_ranks(_late)
-
-
 # Refusals
 
 
-def _refuse(rank: int) -> None:
+@on_ranks()
+def test_what_would_lose_or_misplace_rows_is_refused(rank: int) -> None:
     def build() -> tuple[nn.Module, LayerwiseScaling]:
         model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS)
         return model, LayerwiseScaling(model.parameters())
@@ -285,7 +274,3 @@ def _refuse(rank: int) -> None:
     held = matrices(model) if rank == 0 else list(model.parameters())
     with pytest.raises(ValueError, match=r"parameters that an optimizer needs in full: ranks disagree: names"):
         layerzero.shard_optimizer(LayerwiseScaling(held), model)
-
-
-def test_what_would_lose_or_misplace_rows_is_refused() -> None:
-    run_ranks(_refuse)

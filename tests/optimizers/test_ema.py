@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,8 @@ def whole(ema: layerzero.EMA) -> dict[str, Tensor]:
     return {name: average.full_tensor() for name, average in ema.state_dict()["averages"].items()}
 
 
-def _follow_torch(rank: int) -> None:
+@on_ranks()
+def test_the_average_is_that_of_torch_in_one_process(rank: int) -> None:
     for zero3_size, decay in ((1, 0.5), (2, 0.5), (2, 0.9), (4, 0.5)):
         ours, net = shard(layerzero.init_mesh(zero3_size)), integer_net()
         theirs = exact_sgd(net.parameters())
@@ -65,11 +66,10 @@ def _follow_torch(rank: int) -> None:
         assert different(whole(ema), full_parameters(ours[0])), "the average is not the model itself"
 
 
-def test_the_average_is_that_of_torch_in_one_process() -> None:
-    run_ranks(_follow_torch)
-
-
-def _swap(rank: int, zero3_size: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks()
+def test_swapped_computes_with_the_average_on_all_ranks_and_gives_the_masters_back(rank: int, zero3_size: int) -> None:
     inputs, _ = integer_batch(samples=5)  # equal on all ranks, so the outputs must be, too
     for policy in (MixedPrecisionPolicy(), BF16):
         mesh = layerzero.init_mesh(zero3_size)
@@ -100,13 +100,8 @@ def _swap(rank: int, zero3_size: int) -> None:
         assert not different(full_parameters(model), full_parameters(undisturbed[0])), "training went another way"
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_swapped_computes_with_the_average_on_all_ranks_and_gives_the_masters_back(zero3_size: int) -> None:
-    run_ranks(_swap, zero3_size)
-
-
-def _leave_by_exception(rank: int) -> None:
+@on_ranks()
+def test_swapped_restores_after_an_exception_and_an_edit(rank: int) -> None:
     model, optimizer = shard(layerzero.init_mesh(2))
     train(model, optimizer, rank, [0])
     ema = layerzero.EMA(model, decay=0.5)
@@ -123,11 +118,8 @@ def _leave_by_exception(rank: int) -> None:
     ema.update()
 
 
-def test_swapped_restores_after_an_exception_and_an_edit() -> None:
-    run_ranks(_leave_by_exception)
-
-
-def _misuse(rank: int) -> None:
+@on_ranks()
+def test_misuse_is_refused_and_torchs_averaged_model_points_here(rank: int) -> None:
     net = integer_net()
     for bad in (-0.1, 1.5):
         with pytest.raises(ValueError, match=r"\[0, 1\]"):
@@ -161,11 +153,8 @@ def shard_frozen() -> nn.Module:
     return layerzero.shard_model(integer_net().requires_grad_(False), zero3_size=2)
 
 
-def test_misuse_is_refused_and_torchs_averaged_model_points_here() -> None:
-    run_ranks(_misuse)
-
-
-def _cost(rank: int) -> None:
+@on_ranks()
+def test_an_average_holds_own_rows_in_fp32_and_sends_nothing(rank: int) -> None:
     net = integer_net()
     net.head.bias.requires_grad_(False)
     model, optimizer = shard(layerzero.init_mesh(2), net, mp_policy=BF16)
@@ -182,10 +171,6 @@ def _cost(rank: int) -> None:
         parameter = model.get_parameter(name)
         assert average.shape == parameter.shape and average.dtype == torch.float32, name
         assert average.to_local().shape == parameter.to_local().shape, "only this rank's rows"
-
-
-def test_an_average_holds_own_rows_in_fp32_and_sends_nothing() -> None:
-    run_ranks(_cost)
 
 
 def trained(rank: int, mesh: DeviceMesh) -> tuple[nn.Module, layerzero.EMA]:
@@ -231,7 +216,8 @@ def test_an_average_is_saved_and_loaded_into_any_sharding() -> None:
         run_ranks(_load, os.path.join(folder, "checkpoint"))
 
 
-def _load_nonsense(rank: int) -> None:
+@on_ranks()
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> None:
     _, ema = trained(rank, layerzero.init_mesh(2))
     _, other = trained(rank, layerzero.init_mesh(4))
     saved, before = ema.state_dict(), whole(ema)
@@ -246,7 +232,3 @@ def _load_nonsense(rank: int) -> None:
         with pytest.raises(ValueError, match=culprit):
             ema.load_state_dict(saved | {"averages": bad, "n_averaged": 9})
         assert not different(whole(ema), before) and ema.n_averaged == 2, culprit
-
-
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
-    run_ranks(_load_nonsense)

@@ -32,7 +32,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, run_ranks
+from tests.support.ranks import BOTH, on_ranks, run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -154,7 +154,13 @@ CASES = [
 ]
 
 
-def _compare(rank: int, case: dict[str, Any]) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in CASES[1:4:2] else pytest.mark.slow) for case in CASES], ids=str
+)
+@on_ranks()
+def test_outer_steps_are_those_of_one_process(rank: int, case: dict[str, Any]) -> None:
     for sites, zero3_size in ((2, 1), (2, 2), (4, 1)):
         mesh = sites_of(sites, zero3_size)
         trained = build(mesh, **case)
@@ -175,15 +181,6 @@ def _compare(rank: int, case: dict[str, Any]) -> None:
         layerzero.close(trained[0])
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in CASES[1:4:2] else pytest.mark.slow) for case in CASES], ids=str
-)
-def test_outer_steps_are_those_of_one_process(case: dict[str, Any]) -> None:
-    run_ranks(_compare, case)
-
-
 class PartlyUsed(IntegerNet):
     """IntegerNet of which the sites can use different units."""
 
@@ -194,7 +191,10 @@ class PartlyUsed(IntegerNet):
         return self.head((hidden + self.second(x.flip(1)) if self.uses_second else hidden).relu())
 
 
-def _warm_up(rank: int, clips: bool) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("clips", [False, True], ids=["exact", "clipped"])
+@on_ranks()
+def test_the_warm_up_is_synchronous_training(rank: int, clips: bool) -> None:
     for zero3_size in (1, 2):
         mesh = sites_of(2, zero3_size)
         net = PartlyUsed()
@@ -243,13 +243,9 @@ def _warm_up(rank: int, clips: bool) -> None:
         assert not different(full_gradients(model), before), "gradients are averaged after the warm-up"
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("clips", [False, True], ids=["exact", "clipped"])
-def test_the_warm_up_is_synchronous_training(clips: bool) -> None:
-    run_ranks(_warm_up, clips)
-
-
-def _accumulate(rank: int, zero3_size: int) -> None:
+@pytest.mark.parametrize("zero3_size", [1, 2])
+@on_ranks()
+def test_micro_batches_of_a_synchronous_step_count_once(rank: int, zero3_size: int) -> None:
     mesh = sites_of(2, zero3_size)
     model, optimizer, outer = build(mesh, warmup=2)
     net = integer_net()
@@ -271,11 +267,6 @@ def _accumulate(rank: int, zero3_size: int) -> None:
         assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
 
 
-@pytest.mark.parametrize("zero3_size", [1, 2])
-def test_micro_batches_of_a_synchronous_step_count_once(zero3_size: int) -> None:
-    run_ranks(_accumulate, zero3_size)
-
-
 def _gather_sites(mesh: DeviceMesh, weights: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     """Return the weights of all sites, by name."""
     found = {}
@@ -285,7 +276,13 @@ def _gather_sites(mesh: DeviceMesh, weights: dict[str, Tensor]) -> dict[str, lis
     return found
 
 
-def _keep_errors(rank: int, codec: object, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "bits"),
+    [(layerzero.Int8Blocks(), 7), (layerzero.Int4Blocks(feedback=False), 3)],
+    ids=["int8", "int4"],
+)
+@on_ranks()
+def test_errors_of_messages_enter_the_next_exchange(rank: int, codec: object, bits: int) -> None:
     mesh = sites_of(2, 2)
     torch.manual_seed(rank // 2)
     model, _optimizer, outer = build(mesh, every=2, lr=1.0, momentum=0.0, codec=codec)
@@ -307,15 +304,6 @@ def _keep_errors(rank: int, codec: object, bits: int) -> None:
         assert apart <= max(spread / (2**bits - 3), 1e-6), f"exchange {exchange}: {apart} of {spread}"
         spread = apart
     assert layerzero.fingerprint(model).ok
-
-
-@pytest.mark.parametrize(
-    ("codec", "bits"),
-    [(layerzero.Int8Blocks(), 7), (layerzero.Int4Blocks(feedback=False), 3)],
-    ids=["int8", "int4"],
-)
-def test_errors_of_messages_enter_the_next_exchange(codec: object, bits: int) -> None:
-    run_ranks(_keep_errors, codec, bits)
 
 
 def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
@@ -352,7 +340,8 @@ def test_compute_weights_are_the_masters_after_outer_steps(settings: dict[str, A
     run_ranks(_replicas_agree, settings, shared_memory=shared_memory)
 
 
-def _count(rank: int) -> None:
+@on_ranks()
+def test_bytes_between_sites_are_those_of_the_fragments(rank: int) -> None:
     mesh = sites_of(2, 2)
     for codec in (None, layerzero.Int4Blocks()):
         model, _, outer = trained = build(mesh, every=3, warmup=1, fragments=2, codec=codec)
@@ -370,10 +359,6 @@ def _count(rank: int) -> None:
             checksums = 16 if step == 1 else 0
             assert sent.get("site_deltas", 0) == exchanged.get(step, 0) + checksums, f"step {step}: {sent}"
             assert (sent.get("site_gradients", 0) > 0) is (step == 1), f"step {step}: {sent}"
-
-
-def test_bytes_between_sites_are_those_of_the_fragments() -> None:
-    run_ranks(_count)
 
 
 def _resume(rank: int, folder: Path, case: dict[str, Any], stop: int, again: int) -> None:
@@ -422,7 +407,8 @@ def test_resumed_training_is_the_same(case: dict[str, Any], stop: int, again: in
     run_ranks(_resume, tmp_path, case, stop, again)
 
 
-def _skip(rank: int) -> None:
+@on_ranks()
+def test_a_site_may_skip_steps(rank: int) -> None:
     mesh = sites_of(2, 2)
     trained = build(mesh, every=2, delay=1)
     guard = layerzero.guard_steps(trained[0], trained[1])
@@ -434,11 +420,8 @@ def _skip(rank: int) -> None:
     assert all(bool(p.isfinite().all()) for p in full_parameters(trained[0]).values())
 
 
-def test_a_site_may_skip_steps() -> None:
-    run_ranks(_skip)
-
-
-def _guard(rank: int) -> None:
+@on_ranks()
+def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits(rank: int) -> None:
     trained = build(sites_of(2, 2), settings={"mp_policy": BF16}, every=2, warmup=2, fragments=2, delay=1)
     guard = layerzero.guard_corruption(trained[0], trained[1], every=1)
     for step in range(6):
@@ -450,11 +433,8 @@ def _guard(rank: int) -> None:
     assert guard.checks == 6 and not guard.found
 
 
-def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits() -> None:
-    run_ranks(_guard)
-
-
-def _closure(rank: int) -> None:
+@on_ranks()
+def test_gradients_of_a_closure_are_averaged(rank: int) -> None:
     mesh = sites_of(2, 2)
     model, optimizer, outer = build(mesh, warmup=3)
     net = integer_net()
@@ -475,11 +455,8 @@ def _closure(rank: int) -> None:
         assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
 
 
-def test_gradients_of_a_closure_are_averaged() -> None:
-    run_ranks(_closure)
-
-
-def _refuse(rank: int) -> None:
+@on_ranks()
+def test_uses_that_would_lose_weights_raise(rank: int) -> None:
     mesh = sites_of(2, 2)
     trained = build(mesh, warmup=1)
     model, optimizer, outer = trained
@@ -502,21 +479,14 @@ def _refuse(rank: int) -> None:
         advance(trained, rank, 1)
 
 
-def test_uses_that_would_lose_weights_raise() -> None:
-    run_ranks(_refuse)
-
-
-def _miss_a_step(rank: int) -> None:
+@on_ranks()
+def test_a_missed_synchronous_step_raises(rank: int) -> None:
     trained = build(sites_of(2, 2), warmup=6)
     advance(trained, rank, 0)
     if rank >= 2:
         trained[2].steps += 1  # as if this site had called step() once more
     with pytest.raises(RuntimeError, match=r"the sites are at different steps: [12] on rank"):
         advance(trained, rank, 1)
-
-
-def test_a_missed_synchronous_step_raises() -> None:
-    run_ranks(_miss_a_step)
 
 
 def _keep_residuals(rank: int) -> None:
@@ -553,7 +523,8 @@ class Split(nn.Module):
         return self.up(self.norm(x))
 
 
-def _copies(rank: int) -> None:
+@on_ranks()
+def test_copies_on_tensor_parallel_ranks_stay_equal(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))
     torch.manual_seed(0)
     model = parallelize_module(Split(), mesh["tp"], {"up": ColwiseParallel()})
@@ -579,11 +550,10 @@ def _copies(rank: int) -> None:
     assert torch.equal(*weights)
 
 
-def test_copies_on_tensor_parallel_ranks_stay_equal() -> None:
-    run_ranks(_copies)
-
-
-def _disagree(rank: int, case: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["every between sites", "every in a site", "models", "mesh", "delay"])
+@on_ranks()
+def test_disagreements_raise_on_all_ranks(rank: int, case: str) -> None:
     mesh = sites_of(2, 2)
     net = integer_net()
     options: dict[str, Any] = {"every": 2}
@@ -605,13 +575,8 @@ def _disagree(rank: int, case: str) -> None:
         layerzero.outer(model, optimizer, **{"sites": mesh["site"], "warmup": 0, **options})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["every between sites", "every in a site", "models", "mesh", "delay"])
-def test_disagreements_raise_on_all_ranks(case: str) -> None:
-    run_ranks(_disagree, case)
-
-
-def _load_after_outer(rank: int) -> None:
+@on_ranks()
+def test_weights_may_be_loaded_before_the_first_step(rank: int) -> None:
     loaded, expected = (build(sites_of(2, 2), every=2, warmup=0, codec=layerzero.Int4Blocks()) for _ in range(2))
     weights = {name: value + 1 for name, value in full_parameters(loaded[0]).items()}
     layerzero.load_full_state_dict(loaded[0], weights, strict=False)
@@ -626,11 +591,8 @@ def _load_after_outer(rank: int) -> None:
     assert not wrong, wrong
 
 
-def test_weights_may_be_loaded_before_the_first_step() -> None:
-    run_ranks(_load_after_outer)
-
-
-def _two_optimizers(rank: int) -> None:
+@on_ranks()
+def test_anchors_are_the_weights_before_the_first_of_two_optimizers(rank: int) -> None:
     mesh = sites_of(2, 2)
     model = layerzero.shard_model(integer_net(), mesh=mesh["replica", "zero3"], units=IntegerNet.UNITS)
     parameters = list(model.parameters())
@@ -644,11 +606,8 @@ def _two_optimizers(rank: int) -> None:
     assert all(torch.equal(fragment.anchor, anchor) for fragment, anchor in zip(outer._fragments, before, strict=True))
 
 
-def test_anchors_are_the_weights_before_the_first_of_two_optimizers() -> None:
-    run_ranks(_two_optimizers)
-
-
-def _skip_first_steps(rank: int) -> None:
+@on_ranks()
+def test_a_site_may_skip_its_first_steps(rank: int) -> None:
     trained = build(sites_of(2, 1), every=1, warmup=0, codec=layerzero.Int4Blocks())
     for step in range(4):
         integer_loss(trained[0], integer_batch(step=step, rank=rank)).backward()
@@ -658,11 +617,9 @@ def _skip_first_steps(rank: int) -> None:
         trained[2].step()  # raises if the anchors differ
 
 
-def test_a_site_may_skip_its_first_steps() -> None:
-    run_ranks(_skip_first_steps)
-
-
-def _drift(rank: int, case: str) -> None:
+@pytest.mark.parametrize("case", ["steps", "anchors", "weights"])
+@on_ranks()
+def test_sites_that_have_drifted_apart_raise(rank: int, case: str) -> None:
     trained = build(sites_of(2, 2), every=2, warmup=2 if case == "weights" else 0, delay=1)
     if case == "steps" and rank >= 2:
         trained[2].steps += 2  # as after a checkpoint of another step
@@ -680,12 +637,8 @@ def _drift(rank: int, case: str) -> None:
             advance(trained, rank, step)
 
 
-@pytest.mark.parametrize("case", ["steps", "anchors", "weights"])
-def test_sites_that_have_drifted_apart_raise(case: str) -> None:
-    run_ranks(_drift, case)
-
-
-def _arguments(rank: int) -> None:
+@on_ranks()
+def test_wrong_arguments_raise(rank: int) -> None:
     mesh = sites_of(2, 2)
     model, optimizer, outer = build(mesh)
     with pytest.raises(ValueError, match="already called"):
@@ -708,7 +661,3 @@ def _arguments(rank: int) -> None:
         layerzero.outer(model, optimizer, sites=mesh["site"], every=2, warmup=0).load_state_dict(
             {"steps": 3, "anchors": {}, "velocities": {}, "means": {}, "own": {}, "due": {}}
         )
-
-
-def test_wrong_arguments_raise() -> None:
-    run_ranks(_arguments)

@@ -23,7 +23,7 @@ from layerzero import Codecs
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +178,8 @@ def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPa
     assert ((found - shard).abs() <= MOST * shard.abs().max()).all()
 
 
-def _seen(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_all_ranks_compute_with_the_same_decoded_weights(rank: int) -> None:
     """Compare the weights used in a forward with the bf16 masters; they must be equal on all ranks."""
     for kept in (True, 2):
         model = shard(codecs=Codecs(gather=layerzero.Float8Rows()), reshard_after_forward=kept)
@@ -208,11 +209,9 @@ def _seen(rank: int) -> None:
         assert all(torch.equal(each, bits) for each in told)
 
 
-def test_all_ranks_compute_with_the_same_decoded_weights() -> None:
-    run_ranks(_seen, world_size=4)
-
-
-def _learns(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks(world_size=4)
+def test_training_goes_down_alike(rank: int) -> None:
     plain, coded = (
         train(shard(size=2, codecs=Codecs(gather=codec)), rank, 40) for codec in (None, layerzero.Float8Rows())
     )
@@ -223,12 +222,8 @@ def _learns(rank: int) -> None:
     assert coded[-1] < coded[0] / 5 and coded[-1] < 1.5 * plain[-1]
 
 
-@pytest.mark.exhaustive
-def test_training_goes_down_alike() -> None:
-    run_ranks(_learns, world_size=4)
-
-
-def _own(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_a_codec_of_the_user_that_changes_nothing_changes_no_bit(rank: int) -> None:
     for settings in ({}, {"size": 2, "accumulation": "full"}, {"reshard_after_forward": 2}, {"prefetch": 2}):
         found = []
         for codec in (None, AsTheyAre()):
@@ -238,11 +233,9 @@ def _own(rank: int) -> None:
         assert not different(*found), settings
 
 
-def test_a_codec_of_the_user_that_changes_nothing_changes_no_bit() -> None:
-    run_ranks(_own, world_size=4)
-
-
-def _beside_tensor_parallel(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks(world_size=4)
+def test_rows_that_tensor_parallelism_has_cut_are_encoded_too(rank: int) -> None:
     """Encode rows of parameters that tp cuts along both dims, and of copies."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cut = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
@@ -269,15 +262,11 @@ def _beside_tensor_parallel(rank: int) -> None:
     assert sent[2] < 0.62 * sent[0], sent  # the rows of a half are shorter, and each has a scale
 
 
-@pytest.mark.exhaustive
-def test_rows_that_tensor_parallelism_has_cut_are_encoded_too() -> None:
-    run_ranks(_beside_tensor_parallel, world_size=4)
-
-
 # --- bytes ---
 
 
-def _counted(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_bytes_and_memory_are_those_that_are_predicted(rank: int) -> None:
     for size, codec, kept in (
         (2, layerzero.Float8Rows(), True),
         (4, layerzero.Float8Rows(), 2),
@@ -307,11 +296,8 @@ def _counted(rank: int) -> None:
         assert ratio < 0.58 if isinstance(codec, layerzero.Float8Rows) else 0.9 < ratio < 1.1, ratio
 
 
-def test_bytes_and_memory_are_those_that_are_predicted() -> None:
-    run_ranks(_counted, world_size=4)
-
-
-def _without_gathers(rank: int) -> None:
+@on_ranks(world_size=2, shared_memory="auto")
+def test_where_nothing_is_gathered_it_has_no_effect(rank: int) -> None:
     for size in (1, 2):
         plain, coded = (shard(size=size, codecs=Codecs(gather=codec)) for codec in (None, layerzero.Float8Rows()))
         for model in (plain, coded):
@@ -322,10 +308,6 @@ def _without_gathers(rank: int) -> None:
             assert "gather" not in traffic.calls, traffic
         else:
             assert traffic.transport == "shared_memory" and traffic.bytes["gather"] == 0, traffic
-
-
-def test_where_nothing_is_gathered_it_has_no_effect() -> None:
-    run_sharing(_without_gathers, world_size=2)
 
 
 # --- settings ---
@@ -357,7 +339,8 @@ class Shifted(AsTheyAre):
     by: int
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_what_is_no_codec_or_has_nothing_to_encode_is_refused(rank: int) -> None:
     codec = layerzero.Float8Rows()
     for given, settings, text in (
         ("float8", {}, "must be an object with the methods nbytes, encode, decode .*got 'float8'"),
@@ -375,10 +358,6 @@ def _refused(rank: int) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             shard(size=2, codecs=Codecs(gather=given), **settings)
-
-
-def test_what_is_no_codec_or_has_nothing_to_encode_is_refused() -> None:
-    run_ranks(_refused, world_size=2)
 
 
 def test_a_file_names_the_one_that_is_here(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_threads import late_threads
 from tests.support.models import different, full_parameters
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, load, make_adamw, make_muon, refresh, update
 from tests.support.wrapped_gloo import mesh_on
 
@@ -118,7 +118,8 @@ def _assert_predicted(model: nn.Module) -> None:
 # --- masters that a thread may read ---
 
 
-def _writes_after_refreshes(rank: int) -> None:
+@on_ranks()
+def test_masters_are_written_only_after_their_refresh_has_ended(rank: int) -> None:
     model = _shard(2, "lossless")
     state, sgd = get_state(model), sys.modules["torch.optim.sgd"]
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -141,10 +142,6 @@ def _writes_after_refreshes(rank: int) -> None:
         assert not any(each.is_refreshing for each in weights.values())
         state.refreshes.launch()
     assert written == set(weights)
-
-
-def test_masters_are_written_only_after_their_refresh_has_ended() -> None:
-    run_ranks(_writes_after_refreshes)
 
 
 # --- training ---
@@ -363,7 +360,9 @@ class _Signs(torch.optim.Optimizer):
                     parameter.add_(parameter.grad.sign(), alpha=-7 / 64)
 
 
-def _exact(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_training_is_bitwise_the_same_if_differences_are_exact(rank: int) -> None:
     models = [_shard(2, codec) for codec in (None, INT4)]
     for model in models:
         with torch.no_grad():
@@ -377,11 +376,6 @@ def _exact(rank: int) -> None:
         assert not different(*map(full_parameters, models)), step
     sent = [layerzero.traffic(model).bytes["refresh"] for model in models]
     assert sent[1] < 0.4 * sent[0]
-
-
-@pytest.mark.slow
-def test_training_is_bitwise_the_same_if_differences_are_exact() -> None:
-    run_ranks(_exact)
 
 
 def _losses(rank: int, codec: Any) -> list[float]:
@@ -400,7 +394,9 @@ def test_a_model_learns_as_well_as_without_the_codec() -> None:
 # --- messages ---
 
 
-def _in_full(rank: int, codec: Any) -> None:
+@EACH_CODEC
+@on_ranks()
+def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
     """The first refresh, and refreshes after edits and loads, send the weights and not differences."""
     model = _shard(2, codec)
     optimizers = make_adamw(model)
@@ -428,12 +424,8 @@ def _in_full(rank: int, codec: Any) -> None:
         assert sent(operation) == everything
 
 
-@EACH_CODEC
-def test_which_refreshes_are_sent_in_full(codec: Any) -> None:
-    run_ranks(_in_full, codec)
-
-
-def _asked(rank: int) -> None:
+@on_ranks()
+def test_a_rank_can_ask_for_a_full_refresh(rank: int) -> None:
     """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
     model = _shard(2, INT4)
     optimizers = make_adamw(model)
@@ -449,10 +441,6 @@ def _asked(rank: int) -> None:
         handle.label: torch.equal(*pair) for handle, pair in zip(_handles(model), _own_parts(model), strict=True)
     }
     assert followed == {label: label == "layers.1" and rank % 2 == 1 for label in followed}
-
-
-def test_a_rank_can_ask_for_a_full_refresh() -> None:
-    run_ranks(_asked)
 
 
 def _predicted(rank: int) -> None:
@@ -497,7 +485,8 @@ class _Useless(LosslessDifferences):
         return out.numel()
 
 
-def _not_smaller(rank: int) -> None:
+@on_ranks()
+def test_each_rank_sends_its_weights_unless_differences_are_smaller(rank: int) -> None:
     models = [_shard(2, codec) for codec in (None, "lossless")]
     optimizers = [make_adamw(model) for model in models]
     for handle in get_state(models[1]).handles:
@@ -507,10 +496,6 @@ def _not_smaller(rank: int) -> None:
         for model, own in zip(models, optimizers, strict=True):
             _step(model, own, rank, step)
         _assert_same(models, step)
-
-
-def test_each_rank_sends_its_weights_unless_differences_are_smaller() -> None:
-    run_ranks(_not_smaller)
 
 
 def _not_finite(rank: int) -> list[list[str]]:
@@ -557,7 +542,9 @@ def test_a_nan_is_visible_on_all_ranks_and_can_be_removed() -> None:
     _assert_replicas_agree(run_ranks(_not_finite), 1)
 
 
-def _flipped(rank: int, codec: Any) -> None:
+@EACH_CODEC
+@on_ranks()
+def test_a_wrong_bit_is_found_when_digests_are_compared(rank: int, codec: Any) -> None:
     model = _shard(2, codec)
     optimizers = make_adamw(model)
     with mock.patch.object(weight_storage, "COMPARE_EVERY", 4):
@@ -573,11 +560,6 @@ def _flipped(rank: int, codec: Any) -> None:
         with pytest.raises(RuntimeError, match=message) if rank % 2 else nullcontext():
             _step(model, optimizers, rank, 3)
             _finish_refreshes(model)
-
-
-@EACH_CODEC
-def test_a_wrong_bit_is_found_when_digests_are_compared(codec: Any) -> None:
-    run_ranks(_flipped, codec)
 
 
 # --- what else reads compute weights ---
@@ -622,7 +604,8 @@ def test_fingerprints_compare_replicas_only(ranks: int, expected: list[Any]) -> 
     assert run_ranks(_fingerprints, 1, world_size=ranks) == [expected] * ranks
 
 
-def _read(rank: int) -> None:
+@on_ranks()
+def test_streams_have_the_weights_of_forward_passes(rank: int) -> None:
     """Streams yield the weights of the next forward pass; everything else that reads weights yields the masters."""
     model = _shard(2, INT4)
     optimizers = make_adamw(model)
@@ -639,10 +622,6 @@ def _read(rank: int) -> None:
         assert torch.equal(model(x), served(x.bfloat16()))
         with layerzero.full_precision(model):
             torch.testing.assert_close(model(x), exact(x))
-
-
-def test_streams_have_the_weights_of_forward_passes() -> None:
-    run_ranks(_read)
 
 
 def _resumed(rank: int, folder: Path) -> list[list[str]]:
@@ -672,7 +651,8 @@ def test_a_resumed_run_begins_with_the_cast_masters(tmp_path: Path) -> None:
 # --- life time ---
 
 
-def _closed(rank: int) -> None:
+@on_ranks()
+def test_close_ends_the_threads(rank: int) -> None:
     model = _shard(2, "lossless")
     optimizers = make_adamw(model)
     _step(model, optimizers, rank, 0)
@@ -683,11 +663,8 @@ def _closed(rank: int) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_close_ends_the_threads() -> None:
-    run_ranks(_closed)
-
-
-def _lost(rank: int) -> None:
+@on_ranks(world_size=2, pg_timeout=5)
+def test_a_rank_that_does_not_take_part_is_an_error(rank: int) -> None:
     model = _shard(1, "lossless")
     optimizers = make_adamw(model)
     for step in range(2):
@@ -702,10 +679,6 @@ def _lost(rank: int) -> None:
             _finish_refreshes(model)
 
 
-def test_a_rank_that_does_not_take_part_is_an_error() -> None:
-    run_ranks(_lost, world_size=2, pg_timeout=5)
-
-
 class _Launches(StepObserver):
     """Observer that lists the units whose refreshes were launched."""
 
@@ -717,7 +690,8 @@ class _Launches(StepObserver):
             self.refreshed_units.append(works.launched.name)
 
 
-def _observed(rank: int) -> None:
+@on_ranks()
+def test_observers_and_the_watchdog_see_encoded_refreshes(rank: int) -> None:
     model = _shard(2, "lossless")
     watchdog = layerzero.watchdog(model, 60.0)
     optimizers = make_adamw(model)
@@ -728,10 +702,6 @@ def _observed(rank: int) -> None:
     _finish_refreshes(model)
     assert sorted(launches.refreshed_units) == sorted(handle.label for handle in get_state(model).handles)
     watchdog.close()
-
-
-def test_observers_and_the_watchdog_see_encoded_refreshes() -> None:
-    run_ranks(_observed)
 
 
 # --- settings ---
@@ -767,7 +737,9 @@ def test_settings_are_checked() -> None:
     run_ranks(_refused, world_size=2)
 
 
-def _one_replica(rank: int, codec: Any) -> None:
+@EACH_CODEC
+@on_ranks(world_size=2)
+def test_one_replica_encodes_nothing(rank: int, codec: Any) -> None:
     model = _shard(2, codec)
     _step(model, make_adamw(model), rank, 0)
     assert _follows_masters(model)
@@ -775,21 +747,13 @@ def _one_replica(rank: int, codec: Any) -> None:
     assert layerzero.traffic(model).calls.get("refresh", 0) == 0
 
 
-@EACH_CODEC
-def test_one_replica_encodes_nothing(codec: Any) -> None:
-    run_ranks(_one_replica, codec, world_size=2)
-
-
-def _on_a_device(rank: int) -> None:
+@on_ranks()
+def test_devices_are_refused(rank: int) -> None:
     register()
     for codec in ("lossless", INT4):
         text = r"encodes weights on the CPU and sends them with gloo, but this model is on"
         with Device().installed(), pytest.raises(ValueError, match=text):
             layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, codecs=Codecs(refresh=codec))
-
-
-def test_devices_are_refused() -> None:
-    run_ranks(_on_a_device)
 
 
 def test_a_file_names_the_codec(tmp_path: Path) -> None:

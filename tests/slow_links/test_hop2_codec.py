@@ -31,7 +31,14 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH_SHARED_EXHAUSTIVE, BOTH_SHARED_SLOW, every_nth_setting, mesh_of, run_ranks
+from tests.support.ranks import (
+    BOTH_SHARED_EXHAUSTIVE,
+    BOTH_SHARED_SLOW,
+    every_nth_setting,
+    mesh_of,
+    on_ranks,
+    run_ranks,
+)
 from tests.support.wrapped_gloo import mesh_on
 
 INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()
@@ -162,7 +169,9 @@ def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None, 
     run_ranks(_same_bits, stride, shared_memory=shared_memory)
 
 
-def _owners(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_parts_of_different_sizes_are_encoded(rank: int) -> None:
     """Muon's owners have parts of different sizes, some of them empty."""
     found = []
     for codec in (None, AsTheyAre(), INT8, INT4):
@@ -181,12 +190,8 @@ def _owners(rank: int) -> None:
     assert different(found[0], found[2]) and different(found[2], found[3])
 
 
-@pytest.mark.slow
-def test_parts_of_different_sizes_are_encoded() -> None:
-    run_ranks(_owners)
-
-
-def _bounded(rank: int) -> None:
+@on_ranks()
+def test_gradients_are_close_to_exact_ones(rank: int) -> None:
     for size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (2, "local")):
         gradients = []
         for codec in (None, INT8):
@@ -199,11 +204,8 @@ def _bounded(rank: int) -> None:
         assert off < 0.03 * largest, (size, mode, off, largest)
 
 
-def test_gradients_are_close_to_exact_ones() -> None:
-    run_ranks(_bounded)
-
-
-def _not_finite(rank: int) -> None:
+@on_ranks()
+def test_a_step_with_an_infinite_gradient_on_another_node_is_skipped_on_all_ranks(rank: int) -> None:
     model = _model(INT8)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     guard = layerzero.guard_steps(model, optimizer)
@@ -215,11 +217,9 @@ def _not_finite(rank: int) -> None:
     assert guard.skipped == 1 and not different(before, full_parameters(model))
 
 
-def test_a_step_with_an_infinite_gradient_on_another_node_is_skipped_on_all_ranks() -> None:
-    run_ranks(_not_finite)
-
-
-def _learns(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks()
+def test_training_goes_down_alike(rank: int) -> None:
     losses: list[list[float]] = []
     for codec in (None, INT8):
         model = shard_random(size=2, codecs=Codecs(hop2=codec))
@@ -235,11 +235,6 @@ def _learns(rank: int) -> None:
     plain, coded = losses
     assert plain != coded and plain[-1] < plain[0] / 2
     assert all(abs(ours - theirs) < 0.02 * plain[0] for ours, theirs in zip(coded, plain, strict=True))
-
-
-@pytest.mark.exhaustive
-def test_training_goes_down_alike() -> None:
-    run_ranks(_learns)
 
 
 # --- error feedback ---
@@ -375,7 +370,8 @@ def test_errors_of_a_handle_stay_if_a_step_has_used_some_of_its_gradients() -> N
     assert any(run_ranks(_of_some_parameters)), "some message has an error"
 
 
-def _of_another_optimizer(rank: int) -> None:
+@on_ranks()
+def test_a_step_of_another_optimizer_does_not_keep_errors(rank: int) -> None:
     model = _model(INT4)
     of_units = {name.split(".")[0] for name, _ in model.named_parameters()}
     mine = [p for name, p in model.named_parameters() if name.split(".")[0] == min(of_units)]
@@ -398,10 +394,6 @@ def _of_another_optimizer(rank: int) -> None:
         assert {name.split(".")[0] for name in changed} > {min(of_units)}, (set_to_none, "both optimizers stepped")
 
 
-def test_a_step_of_another_optimizer_does_not_keep_errors() -> None:
-    run_ranks(_of_another_optimizer)
-
-
 def _clipped(rank: int) -> bool:
     model = _model(INT4)
     _gradients(model, rank)
@@ -418,7 +410,8 @@ def test_errors_are_clipped_with_their_gradient() -> None:
     assert any(run_ranks(_clipped)), "some message has an error"
 
 
-def _recovers(rank: int) -> None:
+@on_ranks()
+def test_a_clipped_nan_does_not_stay_in_the_errors(rank: int) -> None:
     model = _model(INT4)
     optimizer = _still(model)
     norms = []
@@ -430,10 +423,6 @@ def _recovers(rank: int) -> None:
             optimizer.step()
         model.zero_grad(set_to_none=False)
     assert [bool(norm.isfinite()) for norm in norms] == [True, False, True, True]
-
-
-def test_a_clipped_nan_does_not_stay_in_the_errors() -> None:
-    run_ranks(_recovers)
 
 
 # --- bytes ---
@@ -458,7 +447,9 @@ def test_bytes_and_memory_are_those_that_are_predicted(shared_memory: str | None
     run_ranks(_counted, shared_memory=shared_memory)
 
 
-def _late(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks()
+def test_late_streams_of_a_device_change_no_bit(rank: int) -> None:
     register()
     for mode in MODES:
         mesh, found = mesh_on(NAME, 2), []
@@ -478,15 +469,11 @@ def _late(rank: int) -> None:
             assert not different(ours, theirs), mode
 
 
-@pytest.mark.exhaustive
-def test_late_streams_of_a_device_change_no_bit() -> None:
-    run_ranks(_late)
-
-
 # --- settings ---
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_settings_are_checked_and_one_replica_encodes_nothing(rank: int) -> None:
     half, methods = MixedPrecisionPolicy(param_dtype=torch.float16), r"must be an object with the methods .*Int8Blocks"
     for codec, settings, text in (
         ("int8", {}, methods),
@@ -504,10 +491,6 @@ def _refused(rank: int) -> None:
     layerzero.shard_model(frozen, mesh=mesh_of(1), codecs=Codecs(hop2=INT4))  # gradients are in fp32
     # With one replica, nothing crosses nodes.
     assert not different(*(_train(_model(codec), rank) for codec in (None, INT8)))
-
-
-def test_settings_are_checked_and_one_replica_encodes_nothing() -> None:
-    run_ranks(_refused, world_size=2)
 
 
 def test_a_file_names_the_codec(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -42,6 +44,7 @@ __all__ = [
     "BOTH_SHARED_SLOW",
     "every_nth_setting",
     "mesh_of",
+    "on_ranks",
     "run_ranks",
     "run_sharing",
     "serve",
@@ -101,6 +104,35 @@ def run_ranks(
 def run_sharing(fn: Callable[..., Any], *args: Any, **settings: Any):
     """Call :func:`run_ranks` with models that use shared memory."""
     return run_ranks(fn, *args, **{"shared_memory": "auto", **settings})
+
+
+class _BodyOfTest:
+    """Function that :func:`on_ranks` has made a test of. Ranks find it by the name of the test."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self.__module__, self._name = body.__module__, body.__name__
+
+    def __call__(self, rank: int, *args: Any) -> Any:
+        return getattr(sys.modules[self.__module__], self._name).__wrapped__(rank, *args)
+
+
+def on_ranks(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate a function of a rank and of other arguments, so that it is a test with these other arguments.
+
+    The test calls the function on all ranks. See :func:`run_ranks` for the settings.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        _, *parameters = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_ranks(_BodyOfTest(body), *(arguments[each.name] for each in parameters), **settings)
+
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 class _Setting(NamedTuple):

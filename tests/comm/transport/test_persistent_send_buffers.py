@@ -30,7 +30,7 @@ from tests.support.models import (
     full_parameters,
     integer_net,
 )
-from tests.support.ranks import every_nth_setting
+from tests.support.ranks import every_nth_setting, on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 
 pytestmark = pytest.mark.slow
@@ -132,7 +132,8 @@ def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> Non
     assert False in run_ranks(_late_reader, True, world_size=2)
 
 
-def _offloaded(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_offloaded_sums_are_read_all_the_same(rank: int) -> None:
     """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
     with pytest.warns(UserWarning, match="there is no device memory to free"):
         model = shard(_seeded(2), size=2, accumulation="full", offload=Offload(grads=True))
@@ -141,7 +142,3 @@ def _offloaded(rank: int) -> None:
     assert get_state(model).transports[0].send_scratch.kept_bytes == 0
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, "offloaded")
-
-
-def test_offloaded_sums_are_read_all_the_same() -> None:
-    run_ranks(_offloaded, world_size=4)

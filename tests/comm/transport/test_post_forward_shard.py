@@ -31,7 +31,7 @@ from tests.support.graphs import (
 )
 from tests.support.graphs import shard as shard_over
 from tests.support.models import different, full_parameters
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,10 @@ def _trained(rank: int, case: Case, **settings: Any) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-def _same_bits(rank: int, name: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(world_size=WORLD)
+def test_post_forward_shards_on_two_of_four_ranks_train_to_the_bits_of_freed_weights(rank: int, name: str) -> None:
     case = CASES[name]
     compare(rank, name, case, size=WORLD, reshard_after_forward=2)
     for mode, prefetch in (("sharded", 1), ("full", 2)):
@@ -115,13 +118,8 @@ def _same_bits(rank: int, name: str) -> None:
         assert not any(different(other, freed) for other in others), (name, settings)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CASES)
-def test_post_forward_shards_on_two_of_four_ranks_train_to_the_bits_of_freed_weights(name: str) -> None:
-    run_ranks(_same_bits, name, world_size=WORLD)
-
-
-def _in_bf16(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_they_do_in_bf16_too(rank: int) -> None:
     found = [
         _trained(rank, Case(lambda: blocks().float(), _floats), mp_policy=BF16, reshard_after_forward=kept)
         for kept in (True, 2)
@@ -135,11 +133,8 @@ def _floats(model: nn.Module, rank: int, step: int) -> None:
         loss.backward()
 
 
-def test_they_do_in_bf16_too() -> None:
-    run_ranks(_in_bf16, world_size=WORLD)
-
-
-def _two_nodes(rank: int) -> None:
+@on_ranks(world_size=8, timeout=300, pg_timeout=100)
+def test_groups_are_neighbors_of_one_node(rank: int) -> None:
     """Check D = 8, S = 4: two groups of two ranks in each of two ZeRO-3 groups."""
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
@@ -148,14 +143,11 @@ def _two_nodes(rank: int) -> None:
     assert dist.get_process_group_ranks(comm.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
-def test_groups_are_neighbors_of_one_node() -> None:
-    run_ranks(_two_nodes, world_size=8, timeout=300, pg_timeout=100)
-
-
 # --- memory and traffic ---
 
 
-def _counted(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gathers_of_a_backward_are_among_two_ranks_and_counted(rank: int) -> None:
     groups = []
     for kept in (True, 2):
         model = shard(blocks(), reshard_after_forward=kept)
@@ -208,11 +200,8 @@ def _counted(rank: int) -> None:
     assert layerzero.traffic(model).calls["regather"] >= 3, "the root and the other units"
 
 
-def test_gathers_of_a_backward_are_among_two_ranks_and_counted() -> None:
-    run_ranks(_counted, world_size=WORLD)
-
-
-def _twice(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_unit_that_is_called_twice_has_its_post_forward_shard_for_both_backwards(rank: int) -> None:
     """Call a unit twice; the backward of the later call must not free weights of the earlier one."""
     model = shard(Chain(Block(), Block(), order=(0, 1, 1, 0)), reshard_after_forward=2)
     one_pass(model, rank, 0)
@@ -223,11 +212,8 @@ def _twice(rank: int) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0
 
 
-def test_a_unit_that_is_called_twice_has_its_post_forward_shard_for_both_backwards() -> None:
-    run_ranks(_twice, world_size=WORLD)
-
-
-def _by_unit(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_each_unit_may_have_its_own_setting_where_all_ranks_is_true_and_one_is_false(rank: int) -> None:
     def chosen(name: str, module: nn.Module) -> bool | int:
         return {"units.0": 2, "units.1": 1, "units.2": 4}.get(name, True)
 
@@ -247,11 +233,8 @@ def _by_unit(rank: int) -> None:
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 
-def test_each_unit_may_have_its_own_setting_where_all_ranks_is_true_and_one_is_false() -> None:
-    run_ranks(_by_unit, world_size=WORLD)
-
-
-def _shared(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="auto")
+def test_where_ranks_share_memory_it_has_no_effect(rank: int) -> None:
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
@@ -260,10 +243,6 @@ def _shared(rank: int) -> None:
     assert traffic.bytes["gather"] == 0 and "regather" not in traffic.calls, traffic
     report = layerzero.memory(model)
     assert not report.measured["full_buffer"] and not report.measured["cached_buffer"]
-
-
-def test_where_ranks_share_memory_it_has_no_effect() -> None:
-    run_sharing(_shared, world_size=WORLD)
 
 
 # --- end of kept weights ---
@@ -278,7 +257,8 @@ def _raise(*_: object) -> None:
     raise LookupError("boom")
 
 
-def _ended(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_changed_weights_failures_and_graphs_that_nobody_comes_back_for_end_it(rank: int) -> None:
     """Check that kept weights are dropped when weights change, and that failed or graph-free passes keep none.
 
     Weights kept for an abandoned forward stay until the weights change.
@@ -338,11 +318,11 @@ def _damage(module: nn.Module, args: object) -> None:
     module.linear.weight.add_(1.0)
 
 
-def test_changed_weights_failures_and_graphs_that_nobody_comes_back_for_end_it() -> None:
-    run_ranks(_ended, world_size=WORLD)
-
-
-def _elsewhere(rank: int, prefetch: int, steps: int) -> None:
+@pytest.mark.parametrize(("prefetch", "steps"), [(1, 0), (0, 3)])
+@on_ranks(world_size=WORLD, pg_timeout=4)
+def test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang(
+    rank: int, prefetch: int, steps: int
+) -> None:
     """Run a forward without a graph on one rank: it gathers among all ranks, but the others among two."""
     model = shard(blocks(), reshard_after_forward=2, prefetch=prefetch)
     for step in range(steps):
@@ -360,12 +340,8 @@ def _elsewhere(rank: int, prefetch: int, steps: int) -> None:
     assert sum("different orders" in each for each in found) >= 2, found
 
 
-@pytest.mark.parametrize(("prefetch", "steps"), [(1, 0), (0, 3)])
-def test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang(prefetch: int, steps: int) -> None:
-    run_ranks(_elsewhere, prefetch, steps, world_size=WORLD, pg_timeout=4)
-
-
-def _reentrant(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_units_inside_reentrant_checkpoints_have_no_post_forward_shard(rank: int) -> None:
     for reentrant, kept in ((False, 4), (True, 1)):
         model = shard(blocks(reentrant=reentrant), reshard_after_forward=2)
         layerzero.traffic(model, reset=True)
@@ -373,14 +349,11 @@ def _reentrant(rank: int) -> None:
         assert layerzero.traffic(model).calls.get("regather", 0) == kept, (reentrant, layerzero.traffic(model).calls)
 
 
-def test_units_inside_reentrant_checkpoints_have_no_post_forward_shard() -> None:
-    run_ranks(_reentrant, world_size=WORLD)
-
-
 # --- settings ---
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_numbers_of_ranks_that_cannot_be_are_refused_on_all_ranks(rank: int) -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
         (3, ValueError, r"reshard_after_forward is 3.*zero3_size=4.*unit ''.*Use one of \[1, 2, 4\]"),
         (8, ValueError, "reshard_after_forward is 8, which does not divide the zero3_size=4"),
@@ -402,7 +375,3 @@ def _refused(rank: int) -> None:
     for value in (2 if rank else True, lambda name, module: 2 if rank else 4):
         with pytest.raises(ValueError, match=r"ranks disagree.*reshard_after_forward"):
             shard(blocks(), reshard_after_forward=value)
-
-
-def test_numbers_of_ranks_that_cannot_be_are_refused_on_all_ranks() -> None:
-    run_ranks(_refused, world_size=WORLD)

@@ -39,6 +39,7 @@ from tests.support.models import (
     in_lockstep,
     integer_net,
 )
+from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,8 @@ def _shares(model: nn.Module) -> bool:
 # --- use and benefit ---
 
 
-def _who_shares(rank: int) -> None:
+@on_ranks(shared_memory="auto")
+def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to(rank: int) -> None:
     for size, memory, shares in ((1, "auto", False), (2, "auto", True), (4, "auto", True), (4, "off", False)):
         model = shard(blocks(2), size=size, shared_memory=memory)
         assert _shares(model) is shares, (size, memory)
@@ -69,16 +71,13 @@ def _who_shares(rank: int) -> None:
         assert (traffic.bytes.get("gather", 0) > 0) is (size > 1 and not shares), (size, traffic)
 
 
-def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to() -> None:
-    run_ranks(_who_shares)
-
-
 def test_other_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shared_memory=False is not supported. Use one of \('auto', 'off'\)"):
         layerzero.LayerZeroConfig(shared_memory=False)
 
 
-def _count(rank: int) -> None:
+@on_ranks(shared_memory="auto")
+def test_what_is_read_in_the_memory_of_others_is_counted_by_formula(rank: int) -> None:
     # Gradients of a micro-batch have the compute dtype, bf16; those of a step the masters' dtype, float64 here.
     for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
         model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
@@ -105,11 +104,8 @@ def _count(rank: int) -> None:
             assert traffic.bytes_by_axis["zero3"] == expected and traffic.bytes["gather"] == 0, traffic
 
 
-def test_what_is_read_in_the_memory_of_others_is_counted_by_formula() -> None:
-    run_ranks(_count)
-
-
-def _weigh(rank: int) -> None:
+@on_ranks(shared_memory="auto")
+def test_the_report_counts_what_is_shared_once(rank: int) -> None:
     for size, policy in ((2, BF16), (4, BF16), (2, MixedPrecisionPolicy())):
         model = layerzero.shard_model(integer_net(), zero3_size=size, units=IntegerNet.UNITS, mp_policy=policy)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -132,10 +128,6 @@ def _weigh(rank: int) -> None:
 def _alone() -> tuple[nn.Module, torch.optim.Optimizer]:
     net = integer_net()
     return net, exact_sgd(net.parameters())
-
-
-def test_the_report_counts_what_is_shared_once() -> None:
-    run_ranks(_weigh)
 
 
 # --- ranks that cannot share ---
@@ -256,7 +248,8 @@ def test_a_container_that_is_full_has_no_shared_memory(
 # --- cleanup ---
 
 
-def _many(rank: int) -> None:
+@on_ranks(timeout=240, shared_memory="auto")
+def test_models_that_go_leave_no_mapping_and_no_file(rank: int) -> None:
     def held() -> tuple[int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text()
@@ -277,10 +270,6 @@ def _many(rank: int) -> None:
         while held() != (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == (0, 0), index
-
-
-def test_models_that_go_leave_no_mapping_and_no_file() -> None:
-    run_ranks(_many, timeout=240)
 
 
 _forks = multiprocessing.get_context("forkserver")

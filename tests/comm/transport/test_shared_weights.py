@@ -26,6 +26,7 @@ from tests.support.models import (
     integer_batch,
     integer_net,
 )
+from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 
 pytestmark = pytest.mark.slow
@@ -269,7 +270,8 @@ ORDERS = (
 )
 
 
-def _orders(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_the_ranks_of_a_node_may_call_different_units_in_any_order(rank: int) -> None:
     for policy, replicas in ((FP32, 1), (FP32, 2), (BF16, 2)):
         world = dist.get_world_size()
         size = world // replicas
@@ -315,11 +317,8 @@ def _integers(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(-1, 2, (4, 5), generator=generator).float() * 4 for _ in range(2))  # type: ignore[return-value]
 
 
-def test_the_ranks_of_a_node_may_call_different_units_in_any_order() -> None:
-    run_ranks(_orders, world_size=4)
-
-
-def _evaluate_alone(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_one_rank_may_evaluate_alone(rank: int) -> None:
     """Evaluate on rank 0 of a model with two replicas; the others wait for it outside the model."""
     model = shard(blocks(3), size=2)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -336,19 +335,12 @@ def _evaluate_alone(rank: int) -> None:
             assert not torch.equal(outputs[0], model(batch(0, 0)))
 
 
-def test_one_rank_may_evaluate_alone() -> None:
-    run_ranks(_evaluate_alone, world_size=4)
-
-
-def _evaluate_first(rank: int) -> None:
+@on_ranks(world_size=2, pg_timeout=2, shared_memory="auto")
+def test_an_evaluation_on_one_rank_alone_must_not_come_first(rank: int) -> None:
     model = shard(blocks(1), size=2)
     if rank == 0:
         with torch.no_grad(), pytest.raises(RuntimeError, match="rank"):
             model(batch(0, 0))
-
-
-def test_an_evaluation_on_one_rank_alone_must_not_come_first() -> None:
-    run_ranks(_evaluate_first, world_size=2, pg_timeout=2)
 
 
 # --- remaining errors ---
@@ -367,7 +359,8 @@ class _InPlace(nn.Module):
         return x * self.weight
 
 
-def _edit_in_forward(rank: int) -> None:
+@on_ranks(world_size=2, shared_memory="auto")
+def test_an_edit_in_a_forward_is_an_error(rank: int) -> None:
     model = layerzero.shard_model(_InPlace(), zero3_size=2)
     model.edits = True
     damaged = r"changed in place while it was gathered .* or has corrupted the compute weights"
@@ -379,11 +372,8 @@ def _edit_in_forward(rank: int) -> None:
         assert model(torch.ones(2, WIDTH)).eq(3).all(), "a load mends it"
 
 
-def test_an_edit_in_a_forward_is_an_error() -> None:
-    run_ranks(_edit_in_forward, world_size=2)
-
-
-def _fail_in_step(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_a_step_that_raises_on_all_ranks_leaves_the_model_usable(rank: int) -> None:
     net = integer_net()
     alone = exact_sgd(net.parameters())
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS)
@@ -406,14 +396,11 @@ def _fail_in_step(rank: int) -> None:
     assert_same_bits(model, net, "after a step that has raised")
 
 
-def test_a_step_that_raises_on_all_ranks_leaves_the_model_usable() -> None:
-    run_ranks(_fail_in_step, world_size=4)
-
-
 # --- the same bits as with collectives ---
 
 
-def _programs(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_training_gives_the_bits_that_collectives_give(rank: int) -> None:
     for settings in (
         {},
         {"accumulation": "full"},
@@ -443,7 +430,3 @@ def _programs(rank: int) -> None:
 def _mixed() -> nn.Module:
     torch.manual_seed(0)
     return Chain(Block(), Chain(Block(), Block(), own=False), Block()).float()
-
-
-def test_training_gives_the_bits_that_collectives_give() -> None:
-    run_ranks(_programs, world_size=4)

@@ -21,6 +21,7 @@ from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
+from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 from tests.support.transports import numbered, shared_transport
 
@@ -175,7 +176,9 @@ def test_who_waits_sleeps() -> None:
 # --- with the engine, and delays ---
 
 
-def _train_with_naps(rank: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+@on_ranks(world_size=4, shared_memory="auto")
+def test_training_is_exact_however_late_a_rank_is(rank: int, seed: int) -> None:
     """Train with random delays on each rank, during backwards and additions."""
     naps = random.Random(10 * seed + rank)
     whole = PendingReduction.add_to
@@ -202,12 +205,8 @@ def _train_with_naps(rank: int, seed: int) -> None:
             assert_same_bits(model, net, f"{size} {settings}")
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_training_is_exact_however_late_a_rank_is(seed: int) -> None:
-    run_ranks(_train_with_naps, seed, world_size=4)
-
-
-def _scratch(rank: int) -> None:
+@on_ranks(world_size=4, shared_memory="auto")
+def test_scratch_is_a_few_units_whatever_the_depth(rank: int) -> None:
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for settings in ({}, {"mp_policy": low}, {"mp_policy": low, "accumulation": "full"}, {"accumulation": "full"}):
         model = shard(blocks(12).float(), size=4, **settings)
@@ -229,7 +228,3 @@ def _scratch(rank: int) -> None:
         root, *units = (aligned_bytes(handle.layout.numel * itemsize) for handle in get_state(model).handles)
         assert held == [root * 2 + max(units) * 4] * 8, (settings, held)
         assert get_state(model).pools.scratch.most_bytes == 0, "nothing is received"
-
-
-def test_scratch_is_a_few_units_whatever_the_depth() -> None:
-    run_ranks(_scratch, world_size=4)

@@ -18,7 +18,7 @@ from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOption
 from layerzero.comm.transport.selection import may_share_memory, select_transports
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.parametrize("name", ["process_group", "shared_memory"])
 
@@ -124,7 +124,8 @@ def test_a_gather_delivers_the_shards_of_all_ranks_bit_for_bit(name: str, world:
     run_ranks(_gather, name, world_size=world)
 
 
-def _read_late_shard(rank: int, name: str) -> None:
+@on_ranks(world_size=2)
+def test_a_gather_waits_for_shards_that_are_published_late(rank: int, name: str) -> None:
     """Let rank 1 publish its new shard late: the others wait for it in the gather."""
     world = dist.get_world_size()
     layout = layout_of(world)
@@ -139,10 +140,6 @@ def _read_late_shard(rank: int, name: str) -> None:
         buffer.publish(None)
         transport.end_write()
         assert torch.equal(gather(buffer), full_of(1, layout, world))
-
-
-def test_a_gather_waits_for_shards_that_are_published_late(name: str) -> None:
-    run_ranks(_read_late_shard, name, world_size=2)
 
 
 def wait_for_peer(event: str, *, blocked: bool) -> None:
@@ -165,7 +162,8 @@ def announced(event: str) -> Iterator[None]:
     store.set(f"{event} ends", "")
 
 
-def _write_while_read(rank: int, name: str) -> None:
+@on_ranks(world_size=2)
+def test_a_write_waits_for_peers_only_if_they_read_the_shard_itself(rank: int, name: str) -> None:
     """Let rank 1 read until rank 0 has begun to write, or until it waits to write."""
     world = dist.get_world_size()
     layout = layout_of(world)
@@ -183,11 +181,8 @@ def _write_while_read(rank: int, name: str) -> None:
         assert torch.equal(gather(buffer), full_of(1, layout, world))
 
 
-def test_a_write_waits_for_peers_only_if_they_read_the_shard_itself(name: str) -> None:
-    run_ranks(_write_while_read, name, world_size=2)
-
-
-def _post_forward(rank: int, name: str) -> None:
+@on_ranks(world_size=4)
+def test_a_post_forward_shard_is_regathered_until_it_is_dropped(rank: int, name: str) -> None:
     world = dist.get_world_size()
     layout = layout_of(world)
     with transport_of(name) as (transport, mesh_info):
@@ -210,10 +205,6 @@ def _post_forward(rank: int, name: str) -> None:
             assert mesh_info.counters.calls == {"regather" if kept and not again else "gather": 1}
             buffer.drop_post_forward()
             buffer.free()
-
-
-def test_a_post_forward_shard_is_regathered_until_it_is_dropped(name: str) -> None:
-    run_ranks(_post_forward, name, world_size=4)
 
 
 # --- hop 1 ---
@@ -246,7 +237,8 @@ def land(pending: PendingReduction, world: int, scale: float = 1.0) -> Tensor:
     return target
 
 
-def _reduce(rank: int, name: str) -> None:
+@on_ranks(world_size=4)
+def test_hop_1_adds_in_rank_order_what_is_rounded_to_the_wire_dtype(rank: int, name: str) -> None:
     world = dist.get_world_size()
     own = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
     with transport_of(name) as (transport, mesh_info):
@@ -265,11 +257,9 @@ def _reduce(rank: int, name: str) -> None:
             assert mesh_info.counters.waited.keys() == {"hop1"}
 
 
-def test_hop_1_adds_in_rank_order_what_is_rounded_to_the_wire_dtype(name: str) -> None:
-    run_ranks(_reduce, name, world_size=4)
-
-
-def _overwrite(rank: int, name: str, persistent: bool) -> None:
+@pytest.mark.parametrize("persistent", [False, True], ids=["pooled", "persistent"])
+@on_ranks(world_size=2)
+def test_memory_that_was_sent_is_writable_when_all_peers_have_read_it(rank: int, name: str, persistent: bool) -> None:
     """Write new values to the memory that was sent, while rank 1 has not read the old ones yet."""
     world = dist.get_world_size()
     own = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
@@ -293,12 +283,8 @@ def _overwrite(rank: int, name: str, persistent: bool) -> None:
                 transport.send_scratch.release(flat)
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["pooled", "persistent"])
-def test_memory_that_was_sent_is_writable_when_all_peers_have_read_it(name: str, persistent: bool) -> None:
-    run_ranks(_overwrite, name, persistent, world_size=2)
-
-
-def _when_writable(rank: int, name: str) -> None:
+@on_ranks(world_size=2)
+def test_an_accumulator_waits_for_readers_only_if_they_read_it_in_place(rank: int, name: str) -> None:
     """Let rank 1 read after the accumulator of rank 0 is writable, or while rank 0 waits until it is."""
     world = dist.get_world_size()
     with transport_of(name) as (transport, _):
@@ -310,10 +296,6 @@ def _when_writable(rank: int, name: str) -> None:
         land(pending, world)
         with announced("the wait") if rank == 0 else nullcontext():
             accumulator.wait_until_writable()
-
-
-def test_an_accumulator_waits_for_readers_only_if_they_read_it_in_place(name: str) -> None:
-    run_ranks(_when_writable, name, world_size=2)
 
 
 # --- one rank is missing ---
