@@ -21,7 +21,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.muon.owner_layout import JoinAxis
 
-__all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across"]
+__all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across", "sharded_axes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,14 @@ def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tupl
     return OwnerGroup(mesh_info, axis, comm, tuple(places[rank] for rank in ranks))
 
 
+def sharded_axes(model_parallel: ModelParallelSpec | None, *, joined: int | None = None) -> dict[int, int]:
+    """Return the sharded dim by model-parallel axis, without the axis along which the parts are `joined`."""
+    if model_parallel is None:
+        return {}
+    dims = {axis: model_parallel.sharded_dim(axis) for axis in range(model_parallel.mesh.ndim) if axis != joined}
+    return {axis: dim for axis, dim in dims.items() if dim is not None}
+
+
 def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
     """Return the model-parallel axis along which a parameter's parts must be joined, or None if no axis is needed.
 
@@ -90,9 +98,7 @@ def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_s
     """
     if model_parallel is None:
         return None
-    cut = {
-        axis: dim for axis in range(model_parallel.mesh.ndim) if (dim := model_parallel.sharded_dim(axis)) is not None
-    }
+    cut = sharded_axes(model_parallel)
     if matrices_separately and len(model_parallel.shape) > 2:
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
     if len(cut) > 1:

@@ -34,10 +34,9 @@ from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, all_to_all
 from layerzero.comm.model_ranks import ModelRanks, all_reduce_over
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.muon.owner_groups import OwnerGroup
+from layerzero.muon.owner_groups import OwnerGroup, sharded_axes
 from layerzero.muon.owner_layout import ParamOwner, update_cost
 from layerzero.muon.split_step import Turn, step_param_by_param
 from layerzero.optimizers.update_rule import FullParam
@@ -119,16 +118,9 @@ class OwnedParam(FullParam):
         the size of dim 0 is not the number of matrices on the owner.
         """
         model_parallel = self.member.spec.model_parallel
-        if model_parallel is None or not self._cut_into_matrices(model_parallel):
+        if model_parallel is None or not sharded_axes(model_parallel, joined=self.owner.axis):
             return tuple(shape)
         return (model_parallel.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
-
-    def _cut_into_matrices(self, model_parallel: ModelParallelSpec) -> bool:
-        return any(
-            model_parallel.sharded_dim(axis) is not None
-            for axis in range(model_parallel.mesh.ndim)
-            if axis != self.owner.axis
-        )
 
     def state_spec(self, shape: Sequence[int]) -> RowShardSpec:
         """Return the sharding of a state tensor of global shape `shape` whose rows are all on the owner."""

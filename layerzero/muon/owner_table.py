@@ -27,6 +27,7 @@ from layerzero.muon.owner_groups import (
     owner_group_across,
     owner_group_of,
     positions_across,
+    sharded_axes,
 )
 from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.muon.owner_state import add_remote_owner_state
@@ -161,7 +162,9 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     """
     table = owners_of(lz_state)
     names = {*table.owners, *(member.name for member in members)}
-    to_ask = [member for member in members if _may_be_a_part(member, table.owners.get(member.name))]
+    axis_of = {name: owner.axis for name, owner in table.owners.items()}
+    # Parameters that are sharded along a model-parallel axis along which their parts are not joined.
+    to_ask = [each for each in members if sharded_axes(each.spec.model_parallel, joined=axis_of.get(each.name))]
     if names == set(table.owners) and not to_ask:
         return
     plan: dict[Handle, FlatLayout] = {}
@@ -233,16 +236,6 @@ def _plan_layouts(
         plan |= zip(handles, cuts.layouts, strict=True)
         owners |= cuts.owners
     return plan, owners
-
-
-def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
-    """Return whether the parameter is sharded along a model-parallel axis along which its parts are not joined."""
-    model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
-    return model_parallel is not None and any(
-        model_parallel.sharded_dim(mesh_axis) is not None
-        for mesh_axis in range(model_parallel.mesh.ndim)
-        if mesh_axis != axis
-    )
 
 
 def _join_axes(lz_state: LayerZeroState) -> dict[str, JoinAxis]:

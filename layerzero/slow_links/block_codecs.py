@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from layerzero.comm.codecs import ParamRows
 __all__ = ["Float8Rows", "Int4Blocks", "Int8Blocks"]
 
 
-class _IntegerBlocks(ABC):
+class _IntegerBlocks:
     """Codec that encodes blocks of 128 elements as integers with one bf16 scale per block.
 
     An encoded shard consists of all scales, followed by the integers. Operations write to existing tensors instead of
@@ -23,22 +23,36 @@ class _IntegerBlocks(ABC):
     """
 
     _BLOCK = 128  # elements that share a scale
-    _MOST: float  # largest integer
+    _BITS: ClassVar[int]
+    _MOST: ClassVar[float]  # largest integer
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
     _AT_ONCE = 2**17  # elements that are converted at once on a CPU, so that they fit into the cache of a core
     _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device; temporary memory of 69 MiB or less for fp32
 
-    @abstractmethod
     def _packed_nbytes(self, width: int) -> int:
         """Return the number of bytes of the integers of a block of `width` elements."""
+        return -(-width * self._BITS // 8)
 
-    @abstractmethod
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        """Write integers, given as floating-point numbers ``[n, width]``, to `packed`, int8 ``[n, size]``."""
+        """Write integers, given as floating-point numbers ``[n, width]``, to `packed`, int8 ``[n, size]``.
 
-    @abstractmethod
+        With 4 bits, a byte holds two integers a and b of a block, from its first and its second half, as a + 16 b.
+        """
+        first, second = integers[:, : packed.size(1)], integers[:, packed.size(1) :]
+        packed.copy_(first)
+        if self._BITS == 4:
+            packed[:, : second.size(1)].add_(torch.empty_like(second, dtype=torch.int8).copy_(second), alpha=16)
+
     def _unpack(self, packed: Tensor, values: Tensor) -> None:
         """Write the integers in `packed`, int8 ``[n, size]``, to `values`, ``[n, width]``."""
+        if self._BITS == 8:
+            values.copy_(packed)
+            return
+        first, second = values[:, : packed.size(1)], values[:, packed.size(1) :]
+        high, low = torch.empty_like(packed), torch.empty_like(packed)
+        torch.add(packed, 8, out=high).bitwise_right_shift_(4)
+        second.copy_(high[:, : second.size(1)])
+        first.copy_(torch.sub(packed, high, alpha=16, out=low))
 
     def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return sum(
@@ -123,16 +137,7 @@ class Int8Blocks(_IntegerBlocks):
         model = layerzero.shard_model(model, codecs=layerzero.Codecs(hop2=layerzero.Int8Blocks()))
     """
 
-    _MOST = 127.0
-
-    def _packed_nbytes(self, width: int) -> int:
-        return width
-
-    def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        packed.copy_(integers)
-
-    def _unpack(self, packed: Tensor, values: Tensor) -> None:
-        values.copy_(packed)
+    _BITS, _MOST = 8, 127.0
 
 
 @dataclass(frozen=True)
@@ -159,24 +164,7 @@ class Int4Blocks(_IntegerBlocks):
 
     feedback: bool = True
 
-    _MOST = 7.0
-
-    def _packed_nbytes(self, width: int) -> int:
-        return -(-width // 2)
-
-    # A byte holds two integers a and b of a block, from its first and its second half, as a + 16 b.
-
-    def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        first, second = integers[:, : packed.size(1)], integers[:, packed.size(1) :]
-        packed.copy_(first)
-        packed[:, : second.size(1)].add_(torch.empty_like(second, dtype=torch.int8).copy_(second), alpha=16)
-
-    def _unpack(self, packed: Tensor, values: Tensor) -> None:
-        first, second = values[:, : packed.size(1)], values[:, packed.size(1) :]
-        high, low = torch.empty_like(packed), torch.empty_like(packed)
-        torch.add(packed, 8, out=high).bitwise_right_shift_(4)
-        second.copy_(high[:, : second.size(1)])
-        first.copy_(torch.sub(packed, high, alpha=16, out=low))
+    _BITS, _MOST = 4, 7.0
 
 
 @dataclass(frozen=True)
