@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -113,7 +112,7 @@ class _BodyOfTest:
         self.__module__, self._name = body.__module__, body.__name__
 
     def __call__(self, rank: int, *args: Any) -> Any:
-        return getattr(sys.modules[self.__module__], self._name).__wrapped__(rank, *args)
+        return getattr(importlib.import_module(self.__module__), self._name).__wrapped__(rank, *args)
 
 
 def on_ranks(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
