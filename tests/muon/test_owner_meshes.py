@@ -257,15 +257,9 @@ def trained(tp: int, size: int, name: str, steps: range) -> tuple[nn.Module, lis
     return model, optimizers, batches
 
 
-def digests(model: nn.Module, optimizers: list[Any]) -> list[dict[str, int]]:
-    """Return the digests of parameters and their states, which do not depend on the sharding."""
-    return [checkpoint.Chain(model, optimizer).link(1)["weights"] for optimizer in optimizers]
-
-
-def _saves(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str, int]]:
+def _saves(rank: int, path: str, tp: int, size: int, name: str) -> None:
     model, optimizers, batches = trained(tp, size, name, range(2))
     expect(model, optimizers, name, 2, "trained")
-    digested = digests(model, optimizers)
     kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
     for index, optimizer in enumerate(optimizers):
         checkpoint.save(f"{path}-{index}", model, optimizer)
@@ -282,19 +276,16 @@ def _saves(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str
         optimizer.load_state_dict(their.state_dict())  # by number, full
     layerzero.load_full_state_dict(model, net.state_dict())
     expect(model, optimizers, name, 3, "from one process")
-    return digested
 
 
-def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str, int]]:
+def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> None:
     model, optimizers, batches = trained(tp, size, name, range(5, 6))  # has a state already, none of which may remain
     for index, optimizer in enumerate(optimizers):
         checkpoint.load(f"{path}-{index}", model, optimizer)
     case = f"D={dist.get_world_size()} tp={tp} S={size}"
     expect(model, optimizers, name, 2, f"{case} loaded")
-    digested = digests(model, optimizers)
     steps_of(model, optimizers, batches, range(2, 4), dist.get_world_size() / tp)
     expect(model, optimizers, name, 4, f"{case} resumed")
-    return digested
 
 
 PLACES = [(4, 2, 2), (2, 2, 1), (4, 1, 2), (1, 1, 1)]  # ranks, tp, S
@@ -308,10 +299,9 @@ def test_a_checkpoint_of_tensor_parallel_matrices_goes_to_other_sizes(
     tmp_path: Path, name: str, saved_on: tuple[int, int, int]
 ) -> None:
     path = str(tmp_path / "step-2")
-    saved = run_ranks(_saves, path, *saved_on[1:], name, world_size=saved_on[0])
+    run_ranks(_saves, path, *saved_on[1:], name, world_size=saved_on[0])
     for ranks, tp, size in PLACES:
-        resumed = run_ranks(_resumes, path, tp, size, name, world_size=ranks)
-        assert resumed[0] == saved[0], (ranks, tp, size)
+        run_ranks(_resumes, path, tp, size, name, world_size=ranks)
 
 
 # Stacks of experts
@@ -384,7 +374,7 @@ def expect_stacks(model: nn.Module, optimizer: Any, name: str, steps: int) -> No
     assert not wrong, f"{name} after {steps}: {wrong}"
 
 
-def _saves_stacks(rank: int, path: str, name: str) -> list[dict[str, int]]:
+def _saves_stacks(rank: int, path: str, name: str) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
     owner = owners_of(get_state(model)).owners["layers.0.experts.weight"]
@@ -395,27 +385,23 @@ def _saves_stacks(rank: int, path: str, name: str) -> list[dict[str, int]]:
     kept = copy.deepcopy(optimizer.state_dict_by_name())
     optimizer.load_state_dict(kept)
     checkpoint.save(path, model, optimizer)
-    return digests(model, [optimizer])
 
 
-def _resumes_stacks(rank: int, path: str, name: str, ep: int, expert_size: int) -> list[dict[str, int]]:
+def _resumes_stacks(rank: int, path: str, name: str, ep: int, expert_size: int) -> None:
     model = mixture(ep, 2, expert_size=expert_size, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
     checkpoint.load(path, model, optimizer)
     expect_stacks(model, optimizer, name, 2)
-    digested = digests(model, [optimizer])
     stacks_step(model, optimizer, rank, 2)
     expect_stacks(model, optimizer, name, 3)
-    return digested
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_experts_have_owners_and_go_to_other_sizes(tmp_path: Path, name: str) -> None:
     path = str(tmp_path / "saved")
-    saved = run_ranks(_saves_stacks, path, name)
+    run_ranks(_saves_stacks, path, name)
     for world, ep, expert_size in ((4, 4, 1), (4, 1, 2), (2, 2, 1)):
-        resumed = run_ranks(_resumes_stacks, path, name, ep, expert_size, world_size=world)
-        assert resumed[0] == saved[0], (world, ep)
+        run_ranks(_resumes_stacks, path, name, ep, expert_size, world_size=world)
 
 
 def test_it_is_tried_out_whether_stacks_are_treated_matrix_by_matrix() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -344,38 +344,6 @@ def _without_forward(rank: int, codec: Any, setting: str | None) -> list[list[st
 @pytest.mark.parametrize("setting", [None, "optimizer", "params"])
 def test_offloading_steps_without_a_forward_pass_and_frozen_parameters(codec: Any, setting: str | None) -> None:
     _assert_replicas_agree(run_ranks(_without_forward, codec, setting), 2)
-
-
-class _Signs(torch.optim.Optimizer):
-    """Optimizer that moves each weight by 7/64 against the sign of its gradient."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad.sign(), alpha=-7 / 64)
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_training_is_bitwise_the_same_if_differences_are_exact(rank: int) -> None:
-    models = [_shard(2, codec) for codec in (None, INT4)]
-    for model in models:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(64).round_().div_(64)
-    optimizers = [layerzero.shard_optimizer(_Signs(model.parameters()), model, elementwise=True) for model in models]
-    for step in range(8):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            _step(model, [optimizer], rank, step)
-        _assert_same(models, step)
-        assert not different(*map(full_parameters, models)), step
-    sent = [layerzero.traffic(model).bytes["refresh"] for model in models]
-    assert sent[1] < 0.4 * sent[0]
 
 
 def _losses(rank: int, codec: Any) -> list[float]:
