@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.local_shard import LocalShard, plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import get_state
-from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, active_view
-from layerzero.layout.flat_layout import FlatLayout
-from layerzero.optimizers.optimizer_state import shorten_names
+from layerzero.extend import (
+    FlatLayout,
+    Handle,
+    LocalShard,
+    ManagedParam,
+    ParamView,
+    active_view,
+    get_state,
+    local_rows,
+    rows_of,
+    sharded,
+    shorten_names,
+)
 
 __all__ = ["EMA", "own_rows"]
 
@@ -172,7 +175,7 @@ class EMA:
         """
         self._add_missing_averages()
         held = [(name, *self._rows[name]) for name in self._lz_state.members if name in self._rows]  # same on all ranks
-        averages = {name: sharded(rows, member.spec, MutationTracker()) for name, member, rows in held}
+        averages = {name: sharded(rows, member.spec) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
     @torch.no_grad()
@@ -215,4 +218,4 @@ def own_rows(member: ManagedParam, value: Tensor, what: str) -> Tensor:
         raise ValueError(
             f"the {what} of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
         )
-    return plain(value)
+    return local_rows(value)

@@ -1,6 +1,17 @@
 """Names on which add-ons are built.
 
-An add-on imports from the core only public names of ``layerzero`` and the names of this module.
+An add-on imports from the core only public names of ``layerzero`` and the names of this module. They are experimental.
+
+[Note: Ways to extend]
+- An observer (:class:`StepObserver`, :func:`attach`) is told of collectives, final gradients, updates and refreshes. It
+  may veto an update. ``layerzero.memory`` reports its memory, and the model closes it.
+- :func:`get_state` returns the state of a sharded model: its handles, its parameters with their specs and local rows,
+  its ranks and its mesh.
+- A write to masters begins with ``get_state(model).refreshes.before_master_write()`` and ends with ``.launch()``, which
+  sends the new values to the compute weights of all replicas.
+- Codecs encode messages, an :class:`EncodedRefresher` sends refreshes, a :class:`GatherExtension` gathers one
+  parameter, and an :class:`UpdateRule` decides who updates which rows.
+- :func:`require_equal` compares values between ranks before an operation that depends on them.
 """
 
 from __future__ import annotations
@@ -9,77 +20,201 @@ from typing import TypeVar
 
 from torch import nn
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.collectives import PendingCollective
+from layerzero.comm.agreement import has_peers, require_equal
+from layerzero.comm.codecs import DifferenceCodec, ParamRows
+from layerzero.comm.collectives import (
+    Collective,
+    Communicator,
+    LaunchedCollective,
+    PendingCollective,
+    PendingSmallGather,
+    all_gather,
+    all_gather_small,
+    all_reduce,
+    all_reduce_group,
+    all_to_all,
+    broadcast,
+    connect,
+    connect_pairs,
+    send_recv,
+)
+from layerzero.comm.gather_text import all_gather_text, require_numpy
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.model_ranks import LateMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import group_count_fields, mesh_group
-from layerzero.config import ACCUMULATIONS, AUTO, Accumulation, Policy, Units, refuse_old_names
-from layerzero.device.accelerator import default_device_type
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields, mesh_group, torch_registration
+from layerzero.comm.refreshers import (
+    COMPARE_EVERY,
+    REFRESHES_IN_FLIGHT,
+    EncodedRefresher,
+    PendingRefresh,
+    RefreshInput,
+    refresh_buffer_sizes,
+)
+from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.comm.wait_times import record_wait
+from layerzero.comm.waits import may_wait
+from layerzero.comm.watchdog import new_scope
+from layerzero.config import ACCUMULATIONS, AUTO, UNSUPPORTED, Accumulation, Policy, Units, codec_text, refuse_old_names
+from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
+from layerzero.device.streams import DeferredCollectiveError, ThreadStream
+from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
+from layerzero.dtensor.lazy_grad import plain_access
+from layerzero.dtensor.local_shard import LocalShard
+from layerzero.dtensor.local_shard import plain as local_rows
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.dtensor.stale_parameter import current
+from layerzero.engine.buffers import original_dtypes
+from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.param_view import ParamView, active_view
 from layerzero.engine.reduction_spec import accumulates_full_gradients
+from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes, predicted_traffic
+from layerzero.estimates.scratch_buffers import scratch_of
 from layerzero.estimates.specs import HandleSpec, UnitSpec
+from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
+from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
+from layerzero.optimizers.optimizer_state import shorten_names
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
+from layerzero.optimizers.update_rule import FullParam, UpdateRule
+from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.unit_selection import UnitDefinition, block_classes
 from layerzero.utils.add_ons import ADD_ONS, addon
+from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
+from layerzero.utils.machine import boot_id
+from layerzero.utils.nonfinite import any_not_finite, format_first_names, max_magnitudes, nonfinite_names
 from layerzero.utils.text_tables import parameters_text, seconds_text, size_text, table
 
 __all__ = [
     "ACCUMULATIONS",
     "ADD_ONS",
     "AUTO",
+    "COMPARE_EVERY",
+    "REFRESHES_IN_FLIGHT",
+    "UNSUPPORTED",
     "Accumulation",
+    "BufferPool",
+    "Collective",
+    "Communicator",
+    "DeferredCollectiveError",
+    "DifferenceCodec",
+    "EncodedRefresher",
+    "ExtendedGather",
     "Extent",
+    "FlatLayout",
+    "FullBufferPool",
+    "FullParam",
+    "GatherExtension",
+    "GatheredBytes",
+    "Handle",
     "HandleSpec",
+    "HeldGroup",
+    "LateMaximum",
+    "LaunchedCollective",
+    "LayerZeroState",
+    "LocalShard",
     "ManagedParam",
-    "MutationTracker",
+    "MeshInfo",
+    "ModelGroups",
+    "ModelParallelSpec",
+    "ModelRanks",
+    "ParamRows",
+    "ParamView",
     "PendingCollective",
+    "PendingRefresh",
+    "PendingSmallGather",
     "Policy",
+    "RefreshInput",
     "RowShardSpec",
     "RowShardedTensor",
+    "Size",
+    "Slot",
     "StepObserver",
+    "ThreadStream",
+    "TrafficCounters",
     "UnitDefinition",
     "UnitSpec",
     "Units",
+    "UpdateRule",
     "accumulates_full_gradients",
+    "active_view",
     "addon",
+    "all_gather",
+    "all_gather_small",
+    "all_gather_text",
+    "all_reduce",
+    "all_reduce_group",
+    "all_reduce_over",
+    "all_to_all",
+    "any_not_finite",
+    "as_integers",
     "attach",
     "block_classes",
+    "boot_id",
+    "broadcast",
+    "codec_text",
+    "compute_device",
+    "connect",
+    "connect_pairs",
     "current",
     "default_device_type",
     "device_bytes",
+    "digest",
     "estimate_memory",
+    "format_first_names",
     "get_state",
     "group_count_fields",
+    "group_kind",
+    "has_peers",
+    "host_memory",
     "kinds_that_need_full_params",
     "load_named",
+    "local_rows",
+    "max_magnitudes",
+    "may_wait",
     "mesh_group",
+    "new_scope",
+    "nonfinite_names",
     "optimizer_bytes",
+    "original_dtypes",
     "parameters_text",
-    "plain",
+    "plain_access",
     "plan_unit_specs",
     "plan_units",
     "predicted_traffic",
+    "record_wait",
+    "record_writes",
+    "refresh_buffer_sizes",
     "refuse_old_names",
+    "refuse_rank_local",
     "require_equal",
+    "require_numpy",
+    "rows_of",
+    "scratch_of",
     "seconds_text",
+    "send_recv",
     "set_gradient_divide_factor",
     "sharded",
+    "shorten_names",
     "size_text",
     "state_after_a_step",
+    "steps_matrices_separately",
     "strip_wrapper_names",
+    "sum64",
+    "synchronize_current_stream",
     "table",
+    "torch_registration",
 ]
 
 _T = TypeVar("_T", bound=StepObserver)

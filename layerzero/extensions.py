@@ -37,11 +37,17 @@ from torch.autograd.graph import Node, increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.collectives import Collective, PendingCollective, all_gather
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.device.buffer_pools import FullBufferPool
-from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
+from layerzero.extend import (
+    Collective,
+    ExtendedGather,
+    FullBufferPool,
+    GatheredBytes,
+    GatherExtension,
+    MeshInfo,
+    PendingCollective,
+    all_gather,
+    require_equal,
+)
 
 __all__ = ["inner_tensor", "reason_not_extensible", "split_parameter"]
 

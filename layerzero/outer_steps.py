@@ -35,32 +35,31 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.codecs import GatherCodec, ParamRows
-from layerzero.comm.collectives import (
+from layerzero import GatherCodec, ShardedOptimizer
+from layerzero.ema import own_rows
+from layerzero.extend import (
     Collective,
     Communicator,
+    Handle,
+    LayerZeroState,
+    ManagedParam,
+    ParamRows,
     PendingCollective,
+    StepObserver,
     all_gather,
     all_reduce,
     broadcast,
+    codec_text,
     connect,
+    get_state,
+    group_count_fields,
+    local_rows,
+    record_writes,
+    require_equal,
+    sharded,
+    sum64,
 )
-from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import group_count_fields
-from layerzero.config import codec_text
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.ema import own_rows
-from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import get_state
-from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.state import LayerZeroState
-from layerzero.layout.fragments import divide_into_fragments, start_positions
-from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.optimizers.wrapped_optimizer import record_writes
-from layerzero.utils.bit_sums import sum64
+from layerzero.outer_fragments import divide_into_fragments, start_positions
 
 __all__ = ["OuterSteps", "outer"]
 
@@ -412,7 +411,7 @@ class OuterSteps(StepObserver):
         if not used:
             return
         gradients = [member.sharded.grad for member in used]
-        rows = [plain(gradient).view(-1) for gradient in gradients if gradient is not None]
+        rows = [local_rows(gradient).view(-1) for gradient in gradients if gradient is not None]
         flat = torch.cat(rows).to(device)
         all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
         flat.div_(self._comm.size)
@@ -637,9 +636,7 @@ class OuterSteps(StepObserver):
                 named |= {"means": deltas.mean, "own": deltas.own}
             for key, flat in named.items():
                 if flat is not None:
-                    state[key] |= {
-                        m.name: sharded(rows, m.spec, MutationTracker()) for m, rows in _iter_rows(fragment, flat)
-                    }
+                    state[key] |= {m.name: sharded(rows, m.spec) for m, rows in _iter_rows(fragment, flat)}
             if deltas is not None:
                 state["due"] |= {member.name: deltas.due for member, _ in _iter_rows(fragment, fragment.anchor)}
         return state

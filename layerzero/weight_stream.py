@@ -24,15 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.collectives import PendingCollective
-from layerzero.dtensor.row_shard_spec import refuse_rank_local
-from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import get_state
-from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView
-from layerzero.engine.state import LayerZeroState
-from layerzero.layout.flat_layout import Slot
+from layerzero.extend import (
+    Handle,
+    LayerZeroState,
+    ManagedParam,
+    ParamView,
+    PendingCollective,
+    Slot,
+    get_state,
+    refuse_rank_local,
+    require_equal,
+)
 from layerzero.slow_links import PacketPosition, make_packet
 
 __all__ = ["WeightSender", "stream_weights"]

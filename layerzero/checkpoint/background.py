@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.process_groups import HeldGroup
-from layerzero.comm.waits import may_wait
-from layerzero.device.accelerator import host_memory, synchronize_current_stream
-from layerzero.dtensor.local_shard import LocalShard, plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import StepObserver
+from layerzero.extend import (
+    HeldGroup,
+    LayerZeroState,
+    LocalShard,
+    MeshInfo,
+    StepObserver,
+    host_memory,
+    local_rows,
+    may_wait,
+    sharded,
+    synchronize_current_stream,
+)
 
 __all__ = ["PendingSave", "Staging", "finish_pending", "staging_of"]
 
@@ -118,7 +121,7 @@ class Staging(StepObserver):
 
         The copies are complete when this method returns.
         """
-        sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
+        sources = {key: local_rows(tensor.detach()) for key, tensor in tensors.items()}
         ends = list(itertools.accumulate(_padded_nbytes(source) for source in sources.values()))
         if ends and ends[-1] != self._memory.numel():
             self._memory = host_memory(0, torch.uint8, device=self._device)  # the old memory is freed first
@@ -131,7 +134,7 @@ class Staging(StepObserver):
             copy.copy_(source, non_blocking=True)
             original = tensors[key]
             local = original._local_tensor if isinstance(original, DTensor) else None
-            copies[key] = sharded(copy, local.spec, MutationTracker()) if isinstance(local, LocalShard) else copy
+            copies[key] = sharded(copy, local.spec) if isinstance(local, LocalShard) else copy
         synchronize_current_stream(self._device)
         return copies
 

@@ -52,13 +52,17 @@ from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agree_or_raise, agreed, check_checkpoint_arguments
 from layerzero.checkpoint.run_folder import Resumed, latest
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_items
-from layerzero.comm.collectives import Communicator, send_recv
-from layerzero.comm.gather_text import all_gather_text
-from layerzero.comm.process_groups import ModelGroups, group_count_fields
-from layerzero.comm.traffic_counters import TrafficCounters
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import get_state
-from layerzero.utils.machine import boot_id
+from layerzero.extend import (
+    Communicator,
+    LayerZeroState,
+    ModelGroups,
+    TrafficCounters,
+    all_gather_text,
+    boot_id,
+    get_state,
+    group_count_fields,
+    send_recv,
+)
 
 __all__ = ["Buddies"]
 

@@ -14,9 +14,7 @@ from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import Encoder, to_subclass_entry
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames, rename_params
-from layerzero.dtensor.local_shard import plain
-from layerzero.engine.state import LayerZeroState
-from layerzero.utils.nonfinite import format_first_names, nonfinite_names
+from layerzero.extend import LayerZeroState, format_first_names, local_rows, nonfinite_names
 
 __all__ = ["CollectedState", "collect", "topology_entry"]
 
@@ -134,7 +132,7 @@ def _trained_rows(lz_state: LayerZeroState, tensors: Mapping[str, Tensor]) -> di
     """Return this rank's rows of the `tensors` that are trained parameters or optimizer state, by key."""
     frozen = {id(member.sharded) for member in lz_state.members.values() if not member.sharded.requires_grad}
     return {
-        key: plain(tensor.detach())
+        key: local_rows(tensor.detach())
         for key, tensor in tensors.items()
         if isinstance(tensor, DTensor) and id(tensor) not in frozen and key.startswith(("model.", "optimizer."))
     }

@@ -26,8 +26,7 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
-from layerzero.comm.process_groups import torch_registration
-from layerzero.engine.state import LayerZeroState
+from layerzero.extend import LayerZeroState, torch_registration
 
 __all__ = ["load_dcp", "reader"]
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes
-from layerzero.dtensor.local_shard import LocalShard
+from layerzero.extend import LocalShard
 
 __all__ = [
     "DTYPES",

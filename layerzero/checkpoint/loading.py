@@ -27,9 +27,7 @@ from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoi
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.engine.param_view import ParamView
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import get_state
+from layerzero.extend import LayerZeroState, ParamView, get_state
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_load", "prepare_load_from"]
 

@@ -35,9 +35,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.background import finish_pending
-from layerzero.comm.collectives import Collective, PendingSmallGather, all_gather_small
-from layerzero.comm.model_ranks import LateMaximum
-from layerzero.extend import get_state
+from layerzero.extend import Collective, LateMaximum, PendingSmallGather, all_gather_small, get_state
 
 __all__ = ["LeaveRequest", "on_signal"]
 

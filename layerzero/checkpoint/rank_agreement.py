@@ -10,10 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.gather_text import require_numpy
-from layerzero.engine.param_view import ParamView
-from layerzero.engine.state import LayerZeroState
+from layerzero.extend import LayerZeroState, ParamView, require_equal, require_numpy
 
 __all__ = ["PathLike", "agree_or_raise", "agreed", "check_checkpoint_arguments", "convert_dcp_exception"]
 

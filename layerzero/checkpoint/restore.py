@@ -37,14 +37,15 @@ from layerzero.checkpoint.json_codec import (
 )
 from layerzero.checkpoint.safetensors_files import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
-from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.compatibility import state_after_a_step
+from layerzero.extend import (
+    LayerZeroState,
+    ManagedParam,
+    RowShardSpec,
+    local_rows,
+    rows_of,
+    sharded,
+    state_after_a_step,
+)
 
 __all__ = ["NO_OPTIMIZER_STATE", "RestorePlan"]
 
@@ -330,9 +331,9 @@ class RestorePlan:
         if first is None or not all(spec is not None and spec.same_sharding(first) for spec in specs):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
-            return sharded(self._destinations[key].detach(), first, MutationTracker())
+            return sharded(self._destinations[key].detach(), first)
         rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
-        return sharded(rows, first, MutationTracker())
+        return sharded(rows, first)
 
     def _mismatch(self, ref: Any, shape: torch.Size, dtype: torch.dtype) -> str | None:
         """Return the reason why a load cannot copy a stored tensor to this shape and dtype, or None if it can.
@@ -353,7 +354,7 @@ class RestorePlan:
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
             for first, first_key, second, second_key in self._tied_pairs
-            if not _equal(plain(self.tensors[first_key]), plain(self.tensors[second_key]))
+            if not _equal(local_rows(self.tensors[first_key]), local_rows(self.tensors[second_key]))
         ]
 
     def restore_extra_states(self) -> Any:
@@ -377,9 +378,11 @@ class RestorePlan:
             if key not in self.in_place:
                 tensor = self.tensors[key]
                 if isinstance(target, ManagedParam):
-                    target.master.copy_(plain(tensor) if isinstance(tensor, DTensor) else rows_of(tensor, target.spec))
+                    target.master.copy_(
+                        local_rows(tensor) if isinstance(tensor, DTensor) else rows_of(tensor, target.spec)
+                    )
                 else:
-                    target.copy_(plain(tensor))
+                    target.copy_(local_rows(tensor))
         self._lz_state.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)

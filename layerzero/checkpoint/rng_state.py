@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.device.accelerator import default_device_type
+from layerzero.extend import default_device_type
 
 __all__ = ["random_states", "seed_random_states", "set_random_states"]
 

@@ -35,8 +35,7 @@ from layerzero.checkpoint.publish import (
     require_only_checkpoint_files,
 )
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import get_state
+from layerzero.extend import LayerZeroState, get_state
 
 __all__ = ["Resumed", "clean_up_after_save", "clear_leftovers", "latest", "load_latest", "next_sequence"]
 

@@ -24,7 +24,7 @@ from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, StoredTensor
 from layerzero.checkpoint.manifest import FileRecord, Manifest
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes, write_file
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.extend import LocalShard, local_rows
 
 __all__ = ["CheckpointFiles", "Region", "TensorFiles", "rank_file", "same_columns", "write_items", "write_safetensors"]
 
@@ -89,7 +89,7 @@ def _shape_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
 def _resolve_rows(planner: SavePlanner, item: WriteItem) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
-    return plain(tensor.detach())
+    return local_rows(tensor.detach())
 
 
 class Region(NamedTuple):
@@ -199,7 +199,7 @@ class TensorFiles:
             box = tuple(slice(0, size) for size in shape)
             if isinstance(local, LocalShard) and shape:
                 box = local.spec.global_slices
-            regions.append(Region(key, box, plain(tensor)))
+            regions.append(Region(key, box, local_rows(tensor)))
         return regions
 
     def header(self, file: str) -> tuple[int, dict[str, Any]]:

@@ -25,10 +25,7 @@ from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import group_count_fields, torch_registration
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import get_state
+from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_registration
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.checkpoint.json_codec import MergeableValue
-from layerzero.dtensor.local_shard import LocalShard
-from layerzero.dtensor.row_shard_spec import refuse_rank_local
-from layerzero.engine.buffers import original_dtypes
-from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.torch_state_dict import strip_wrapper_names
+from layerzero.extend import LayerZeroState, LocalShard, original_dtypes, refuse_rank_local, strip_wrapper_names
 
 __all__ = ["RankLocalNames", "StateNames", "rename_params"]
 

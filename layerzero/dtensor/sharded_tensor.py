@@ -375,9 +375,9 @@ class _RaiseInBackward(torch.autograd.Function):
         )
 
 
-def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
+def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker | None = None) -> RowShardedTensor:
     """Return a DTensor of shape ``spec.full_shape`` whose rows on this rank are the plain tensor `local`."""
-    return _from_local_shard(LocalShard(local, spec, watch), spec.full_shape)
+    return _from_local_shard(LocalShard(local, spec, watch or MutationTracker()), spec.full_shape)
 
 
 def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:

@@ -18,7 +18,7 @@ device/buffer_pools.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from layerzero.comm.codecs import EncodedPartsSpec
@@ -28,10 +28,11 @@ from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size, bytes_of_buffers
 from layerzero.engine.reduction_queue import IN_FLIGHT
-from layerzero.estimates.specs import HandleSpec, RankTraits
+from layerzero.engine.unit import Unit
+from layerzero.estimates.specs import HandleSpec, RankTraits, specs_of
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["ScratchBuffers", "buffer_demand", "plan_scratch"]
+__all__ = ["ScratchBuffers", "buffer_demand", "plan_scratch", "scratch_of"]
 
 _BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read when the next gradients arrive
 
@@ -46,6 +47,15 @@ class ScratchBuffers(NamedTuple):
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """Return the sum of these buffers and `more`, the buffers of handles on another mesh."""
         return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing, self.nbytes + more.nbytes)
+
+
+def scratch_of(units: Iterable[Unit], config: LayerZeroConfig) -> ScratchBuffers:
+    """Return the number of scratch buffers that the units of a model use with their current layouts."""
+    total, planned = ScratchBuffers(Counter(), Counter(), 0), specs_of(units)
+    for over in dict.fromkeys(unit.over for unit in planned):
+        on_mesh = [unit for unit in planned if unit.over is over]
+        total = total.plus(plan_scratch([each for unit in on_mesh for each in unit.handles], config, on_mesh[0].traits))
+    return total
 
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import load_full_state_dict
-from layerzero.extend import RowShardedTensor, get_state, plain
+from layerzero.extend import RowShardedTensor, get_state, local_rows
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability import LocalGradientCheck
 
@@ -73,7 +73,7 @@ class ShardedChunk(nn.Module):
 
         Parameters without a gradient are omitted.
         """
-        return {name: plain(p.grad) for name, p in self.named_parameters() if p.grad is not None}
+        return {name: local_rows(p.grad) for name, p in self.named_parameters() if p.grad is not None}
 
     def zero_grad_buffer(self) -> None:
         """Discard all gradients, including those of a backward pass that raised an error."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.extend import get_state, plain
+from layerzero.extend import get_state, local_rows
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import language_model
 from layerzero.megatron.parallel_groups import ProcessGroups
@@ -140,7 +140,7 @@ def _gradient_rows(parameter: nn.Parameter) -> Tensor:
     """
     if parameter.grad is None:  # another model-parallel rank may have a gradient, and the collective needs all ranks
         parameter.grad = torch.zeros_like(parameter)
-    return plain(parameter.grad)
+    return local_rows(parameter.grad)
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, factor: float) -> None:

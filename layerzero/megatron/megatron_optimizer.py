@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import EMA, ShardedOptimizer, refresh, shard_optimizer
-from layerzero.extend import get_state, kinds_that_need_full_params, plain
+from layerzero.extend import get_state, kinds_that_need_full_params, local_rows
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
 from layerzero.optimizers import adamw, sgd
@@ -221,7 +221,7 @@ class ShardedMegatronOptimizer:
         uncounted: list[Tensor] = []
         for parameter in self.get_parameters():
             if parameter.grad is not None:
-                (counted if is_counted(parameter, self.groups) else uncounted).append(plain(parameter.grad))
+                (counted if is_counted(parameter, self.groups) else uncounted).append(local_rows(parameter.grad))
         squares = sum_of_squares(counted, self._device)
         suspect = ~torch.isfinite(squares + sum_of_squares(uncounted, self._device))
         squares, suspects = reduce_over_model(torch.stack([squares, suspect.float()]), self.groups).tolist()
@@ -234,7 +234,7 @@ class ShardedMegatronOptimizer:
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
             if is_counted(parameter, self.groups):
-                rows = plain(parameter.grad if parameter.grad is not None else parameter)
+                rows = local_rows(parameter.grad if parameter.grad is not None else parameter)
                 used = 0 if parameter.grad is None else torch.count_nonzero(rows)
                 zeros += rows.numel() - used
         return reduce_over_model(zeros, self.groups).item()

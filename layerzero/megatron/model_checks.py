@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.extend import get_state, plain
+from layerzero.extend import get_state, local_rows
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
 from layerzero.reliability import nonfinite_text
@@ -52,7 +52,7 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
     """
     chunks = [model] if isinstance(model, ShardedChunk) else list(model)
     groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
-    counted = [plain(p) for chunk in chunks for p in chunk.parameters() if is_counted(p, groups)]
+    counted = [local_rows(p) for chunk in chunks for p in chunk.parameters() if is_counted(p, groups)]
     return math.sqrt(reduce_over_model(sum_of_squares(counted, device), groups).item())
 
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from layerzero.extend import ManagedParam, MutationTracker, RowShardSpec, sharded
+from layerzero.extend import ManagedParam, RowShardSpec, sharded
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
 __all__ = ["GlobalParam", "global_params", "insert_weights"]
@@ -50,7 +50,7 @@ class GlobalParam:
         """
         spec = self.member.spec
         if not self.pieces:
-            return LocalNonpersistentObject(sharded(rows, spec, MutationTracker()))
+            return LocalNonpersistentObject(sharded(rows, spec))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
             # A load removes pieces that the checkpoint lacks. Because of the extra entry, the dict is never empty, and
@@ -70,7 +70,7 @@ class GlobalParam:
             if not loaded.keys() >= set(keys):
                 return NOT_FOUND
             parts = [loaded[key].view(-1, *spec.shape[1:]) for key in keys]
-            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), spec, MutationTracker())
+            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), spec)
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
 

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from layerzero import EMA, ShardedOptimizer
-from layerzero.extend import ManagedParam, RowShardedTensor, get_state, plain, state_after_a_step
+from layerzero.extend import ManagedParam, RowShardedTensor, get_state, local_rows, state_after_a_step
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raising_on_all_ranks
 from layerzero.megatron.sharded_model_state import global_params
@@ -171,7 +171,7 @@ def _sharded_entries(
         for member in pair.members(group):
             rows = _state_rows(member, state, example_state, steps, is_loading=is_loading)
             if member.name in averages:
-                rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
+                rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else local_rows(averages[member.name])
             if kind is not None or _master_dtype_differs(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
@@ -209,7 +209,7 @@ def _state_rows(
         if key == "step":
             steps.add(float(value))
         elif isinstance(value, RowShardedTensor):
-            rows[key] = plain(value)
+            rows[key] = local_rows(value)
         elif value is not None:
             raise NotImplementedError(
                 f"optimizer state {key!r} of {member.name!r} does not have the parameter's shape, so Megatron's format "
@@ -295,12 +295,12 @@ def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average
     averages = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
     if ema is None:
         return
-    rows = {name: plain(average) for name, average in ema.state_dict()["averages"].items()}
+    rows = {name: local_rows(average) for name, average in ema.state_dict()["averages"].items()}
     if any(averages[name] is None for name in rows):
         ema.n_averaged.zero_()
         return
     for name, average in rows.items():
-        average.copy_(plain(averages[name]))
+        average.copy_(local_rows(averages[name]))
     ema.n_averaged.fill_(int(average_state.get("n_averaged", 1)))
 
 

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Communicator
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.extend import Communicator, MeshInfo, ModelParallelSpec
 from layerzero.muon.owner_layout import JoinAxis
 
 __all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across", "sharded_axes"]

@@ -28,7 +28,7 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from layerzero.layout.flat_layout import FlatLayout, Slot
+from layerzero.extend import FlatLayout, Slot
 
 __all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.model_ranks import ModelRanks
-from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.sharded_tensor import sharded
+from layerzero.extend import ModelRanks, sharded
 from layerzero.muon.owner_step import OwnedParam
 
 __all__ = ["add_remote_owner_state"]
@@ -120,4 +118,4 @@ def _create_value(entry: Mapping[str, Any], owned: OwnedParam, device: torch.dev
     if not entry["shape"]:
         return torch.tensor(entry["number"], dtype=dtype)
     rows = torch.empty(0, *entry["shape"][1:], dtype=dtype, device=device)
-    return sharded(rows, owned.state_spec(entry["shape"]), MutationTracker())
+    return sharded(rows, owned.state_spec(entry["shape"]))

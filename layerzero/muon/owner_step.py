@@ -30,16 +30,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import has_peers
-from layerzero.comm.collectives import Collective, all_to_all
-from layerzero.comm.model_ranks import ModelRanks, all_reduce_over
-from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.engine.managed_param import ManagedParam
+from layerzero.extend import (
+    BufferPool,
+    Collective,
+    FullParam,
+    ManagedParam,
+    ModelRanks,
+    RowShardSpec,
+    Size,
+    all_reduce_over,
+    all_to_all,
+    has_peers,
+)
 from layerzero.muon.owner_groups import OwnerGroup, sharded_axes
 from layerzero.muon.owner_layout import ParamOwner, update_cost
 from layerzero.muon.split_step import Turn, step_param_by_param
-from layerzero.optimizers.update_rule import FullParam
 
 __all__ = ["OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,17 +9,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.collectives import connect_pairs
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import group_count_fields
-from layerzero.engine.handle import Handle
-from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.state import LayerZeroState
-from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
-from layerzero.estimates.specs import specs_of
-from layerzero.layout.flat_layout import FlatLayout
+from layerzero.extend import (
+    FlatLayout,
+    Handle,
+    LayerZeroState,
+    ManagedParam,
+    MeshInfo,
+    StepObserver,
+    UpdateRule,
+    connect_pairs,
+    group_count_fields,
+    group_kind,
+    require_equal,
+    scratch_of,
+    steps_matrices_separately,
+)
 from layerzero.muon.owner_groups import (
     OwnerGroup,
     join_axis,
@@ -33,8 +36,6 @@ from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.muon.owner_state import add_remote_owner_state
 from layerzero.muon.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
 from layerzero.muon.split_step import step_param_by_param
-from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
-from layerzero.optimizers.update_rule import UpdateRule
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of", "step_param_by_param"]
 
@@ -208,7 +209,7 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
     table.owners = owners
-    scratch = _scratch_buffers(lz_state)
+    scratch = scratch_of(lz_state.units, lz_state.config)
     lz_state.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     for observer in lz_state.observers:
         observer.layout_changed()
@@ -318,16 +319,6 @@ def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, Join
                     f"over {size} ranks, which is not supported. Use a size that this number divides, or an "
                     "element-wise optimizer for the full unit"
                 )
-
-
-def _scratch_buffers(lz_state: LayerZeroState) -> ScratchBuffers:
-    total = ScratchBuffers(Counter(), Counter(), 0)
-    planned = specs_of(lz_state.units)
-    for over in dict.fromkeys(unit.over for unit in planned):
-        units = [unit for unit in planned if unit.over is over]
-        handles = [handle for unit in units for handle in unit.handles]
-        total = total.plus(plan_scratch(handles, lz_state.config, units[0].traits))
-    return total
 
 
 def _require_movable(lz_state: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:

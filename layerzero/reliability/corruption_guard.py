@@ -25,12 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero import ShardedOptimizer
-from layerzero.dtensor.local_shard import LocalShard
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import plain
+from layerzero.extend import LayerZeroState, LocalShard, local_rows, sum64
 from layerzero.reliability.fingerprint import Corruption, compare_copies
 from layerzero.reliability.nonfinite_guard import guarded_state
-from layerzero.utils.bit_sums import sum64
 
 __all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
 
@@ -123,7 +120,7 @@ def _gradient_record(gradient: Tensor) -> _TensorRecord:
     """
     local = gradient._local_tensor if isinstance(gradient, DTensor) else None
     write_count = local.tracker.write_count if isinstance(local, LocalShard) and local.tracker is not None else 0
-    tensor = plain(gradient)
+    tensor = local_rows(gradient)
     return _TensorRecord(tensor.data_ptr(), 0, write_count, sum64(tensor))
 
 

@@ -25,14 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Collective, all_gather
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.model_ranks import all_reduce_over
-from layerzero.engine.handle import Handle
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import get_state
-from layerzero.layout.shard_grid import Extent
-from layerzero.utils.bit_sums import as_integers, sum64
+from layerzero.extend import (
+    Collective,
+    Extent,
+    Handle,
+    LayerZeroState,
+    MeshInfo,
+    all_gather,
+    all_reduce_over,
+    as_integers,
+    get_state,
+    sum64,
+)
 
 __all__ = ["Corruption", "Fingerprint", "compare_copies", "fingerprint"]
 

@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.engine.handle import Handle
-from layerzero.utils.nonfinite import format_first_names, max_magnitudes
+from layerzero.extend import Handle, format_first_names, max_magnitudes
 
 __all__ = ["LocalGradientCheck", "nonfinite_text"]
 

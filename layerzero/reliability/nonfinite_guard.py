@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import ShardedOptimizer
-from layerzero.comm.collectives import all_reduce_group
-from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.engine.state import LayerZeroState
-from layerzero.extend import RowShardedTensor, StepObserver, get_state, plain
+from layerzero.extend import (
+    LayerZeroState,
+    RowShardedTensor,
+    StepObserver,
+    all_reduce_group,
+    any_not_finite,
+    format_first_names,
+    get_state,
+    local_rows,
+    nonfinite_names,
+    plain_access,
+)
 from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
-from layerzero.utils.nonfinite import any_not_finite, format_first_names, nonfinite_names
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps", "guarded_state"]
 
@@ -178,7 +185,7 @@ class StepGuard(StepObserver):
     def _gradients(self) -> dict[str, Tensor]:
         """Return this rank's rows of the final gradients of all guarded optimizers, keyed by parameter name."""
         return {
-            name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
+            name: local_rows(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for name, parameter in zip(optimizer.parameter_names(group), group["params"], strict=True)

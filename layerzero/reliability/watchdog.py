@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.comm.watchdog import Watchdog, new_scope
-from layerzero.extend import get_state, require_equal
+from layerzero import Watchdog
+from layerzero.extend import get_state, new_scope, require_equal
 
 __all__ = ["watchdog"]
 

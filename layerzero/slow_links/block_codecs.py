@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import ParamRows
+from layerzero.extend import ParamRows
 
 __all__ = ["Float8Rows", "Int4Blocks", "Int8Blocks"]
 

@@ -32,29 +32,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import DifferenceCodec
-from layerzero.comm.collectives import (
-    Collective,
-    Communicator,
-    LaunchedCollective,
-    PendingCollective,
-    all_gather,
-    all_gather_small,
-)
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.refreshers import (
+from layerzero.extend import (
     COMPARE_EVERY,
     REFRESHES_IN_FLIGHT,
+    BufferPool,
+    Collective,
+    Communicator,
+    DeferredCollectiveError,
+    DifferenceCodec,
     EncodedRefresher,
+    LaunchedCollective,
+    MeshInfo,
+    PendingCollective,
     PendingRefresh,
     RefreshInput,
+    ThreadStream,
+    all_gather,
+    all_gather_small,
+    digest,
+    record_wait,
     refresh_buffer_sizes,
 )
-from layerzero.comm.wait_times import record_wait
-from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 from layerzero.slow_links.lossless_differences import LosslessDifferences
-from layerzero.utils.bit_sums import digest
 
 __all__ = ["DifferenceRefresher", "make_refresher"]
 

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import ParamRows
+from layerzero.extend import ParamRows
 from layerzero.slow_links.block_codecs import Int4Blocks
 
 __all__ = ["Int4Difference"]

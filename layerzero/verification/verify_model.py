@@ -14,11 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import require_equal
-from layerzero.comm.gather_text import require_numpy
-from layerzero.config import UNSUPPORTED, Codecs, LayerZeroConfig, PrecisionPolicy, refuse_old_names
-from layerzero.device.accelerator import compute_device, default_device_type
-from layerzero.sharding.shard_model import shard_model
+from layerzero import Codecs, LayerZeroConfig, PrecisionPolicy, shard_model
+from layerzero.extend import (
+    UNSUPPORTED,
+    compute_device,
+    default_device_type,
+    refuse_old_names,
+    require_equal,
+    require_numpy,
+)
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
 from layerzero.verification.local_processes import run_on_local_ranks
 from layerzero.verification.training_runs import (

@@ -15,9 +15,11 @@ FLOORS = [
     ("comm",),
     ("dtensor", "config"),
     ("engine",),
-    ("estimates", "full_state", "weight_stream"),
+    ("estimates", "full_state"),
     ("sharding", "optimizers", "reports"),
     ("extend",),
+    ("extensions", "slow_links", "muon", "ema", "outer_fragments"),
+    ("outer_steps", "weight_stream"),
     ("integrations.yaml_file",),  # read by planning, megatron and the command line
     ("planning", "verification", "reliability"),
     ("checkpoint",),

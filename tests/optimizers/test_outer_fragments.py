@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from layerzero.layout.fragments import divide_into_fragments, start_positions
+from layerzero.outer_fragments import divide_into_fragments, start_positions
 
 
 @pytest.mark.parametrize(
