@@ -18,7 +18,7 @@ from layerzero import checkpoint
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import exit_codes, forks
 from tests.support.models import different
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,8 @@ def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
     run_ranks(_nobody, world_size=2)
 
 
-def _left(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_request_that_is_left_by_an_exception_puts_everything_back(rank: int) -> None:
     model, _ = sharded_net(2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyError), checkpoint.on_signal(signal.SIGTERM, model) as request:
@@ -93,11 +94,8 @@ def _left(rank: int) -> None:
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-def test_a_request_that_is_left_by_an_exception_puts_everything_back() -> None:
-    run_ranks(_left, world_size=2)
-
-
-def _several(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_several_requests_share_what_wakes_them_until_the_last_is_closed(rank: int) -> None:
     model, _ = sharded_net(1)
     one, two = (checkpoint.on_signal(each, model, deadline=100) for each in (signal.SIGTERM, signal.SIGUSR1))
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -119,17 +117,14 @@ def _several(rank: int) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_several_requests_share_what_wakes_them_until_the_last_is_closed() -> None:
-    run_ranks(_several, world_size=1)
-
-
 def test_a_thread_that_python_gives_no_signals_is_refused() -> None:
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(checkpoint.on_signal, signal.SIGTERM, torch.nn.Linear(1, 1)).exception()
     assert isinstance(refused, RuntimeError) and "must be called from the main thread" in str(refused)
 
 
-def _with_children(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_signal_for_a_child_is_none_for_the_run(rank: int) -> None:
     """Run an evaluation with a worker pool, which is terminated at its end."""
     model, _ = sharded_net(1)
     with checkpoint.on_signal(signal.SIGTERM, model, deadline=0.5) as request:
@@ -149,10 +144,6 @@ def _with_children(rank: int) -> None:
     second.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "not that of a request that is closed"
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_a_signal_for_a_child_is_none_for_the_run() -> None:
-    run_ranks(_with_children, world_size=2)
 
 
 def _stuck(rank: int, folder: Path) -> None:

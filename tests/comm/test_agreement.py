@@ -31,7 +31,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -234,7 +234,8 @@ def test_exception_in_param_init_fn_on_one_rank_is_an_error_on_every_rank() -> N
         assert error.seconds < SECONDS, error
 
 
-def _start_differently(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_ranks_that_would_start_differently_start_alike_from_meta_too(rank: int) -> None:
     torch.manual_seed(0)
     of_rank_0 = Net().state_dict()
     torch.manual_seed(rank)
@@ -249,10 +250,6 @@ def _start_differently(rank: int) -> None:
     alone.load_state_dict(reset)
     x = torch.ones(2, 5)
     torch.testing.assert_close(models[1](x), alone(x))
-
-
-def test_ranks_that_would_start_differently_start_alike_from_meta_too() -> None:
-    run_ranks(_start_differently, world_size=WORLD)
 
 
 def _leave_out(rank: int, absent: int) -> Raised | None:
@@ -342,7 +339,8 @@ PARTS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
 }
 
 
-def _train_in_parts(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_data_parallel_groups_beside_each_other_train_apart(rank: int) -> None:
     for name, (zero1, zero3) in PARTS.items():
         mesh = layerzero.mesh_from_groups(_groups(*zero1), _groups(*zero3))
         ranks = next(members for members in zero1 if rank in members)
@@ -351,11 +349,8 @@ def _train_in_parts(rank: int) -> None:
             assert not wrong, (name, wrong)
 
 
-def test_data_parallel_groups_beside_each_other_train_apart() -> None:
-    run_ranks(_train_in_parts, world_size=WORLD)
-
-
-def _disagree_in_one_part(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_difference_in_one_data_parallel_group_leaves_the_others_alone(rank: int) -> None:
     mesh = layerzero.mesh_from_groups(_groups([0, 2], [1, 3]), _groups([0, 2], [1, 3]))
     error = None
     try:
@@ -369,10 +364,6 @@ def _disagree_in_one_part(rank: int) -> None:
         assert "prefetch" in error and re.search(RANK, error), error
 
 
-def test_difference_in_one_data_parallel_group_leaves_the_others_alone() -> None:
-    run_ranks(_disagree_in_one_part, world_size=WORLD)
-
-
 BAD_BLOCKS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
     "every second rank": ([[0, 1, 2, 3]], [[0, 2], [1, 3]]),
     "not aligned": ([[0, 1, 2, 3]], [[0, 3], [1, 2]]),
@@ -383,7 +374,8 @@ BAD_BLOCKS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
 }
 
 
-def _refuse_bad_blocks(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank(rank: int) -> None:
     for name, (zero1, zero3) in BAD_BLOCKS.items():
         zero1_group, zero3_group = _groups(*zero1), _groups(*zero3)
         start = time.monotonic()
@@ -397,11 +389,8 @@ def _refuse_bad_blocks(rank: int) -> None:
     _train_on_given_groups(rank)
 
 
-def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank() -> None:
-    run_ranks(_refuse_bad_blocks, world_size=WORLD)
-
-
-def _one_group_more(rank: int) -> None:
+@on_ranks(world_size=2, pg_timeout=10)
+def test_ranks_that_have_made_different_numbers_of_groups_are_told_before_they_wait_for_ever(rank: int) -> None:
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)  # torch's group names now differ on the two ranks
     layerzero.mesh_from_groups(dist.group.WORLD, dist.group.WORLD)
@@ -413,7 +402,3 @@ def _one_group_more(rank: int) -> None:
     dist.barrier()
     with pytest.raises(ValueError, match="number of process groups created so far is 2 on rank 0 and 1 on rank 1"):
         layerzero.shard_model(nn.Linear(2, 2), mesh=mesh)
-
-
-def test_ranks_that_have_made_different_numbers_of_groups_are_told_before_they_wait_for_ever() -> None:
-    run_ranks(_one_group_more, world_size=2, pg_timeout=10)

@@ -29,7 +29,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,9 @@ def test_a_late_maximum_is_complete_one_collective_later_for_each_further_axis()
     assert heard == [{0}, {int(said[0].max())}, {int(said[1].max())}, {int(said[2].max())}]
 
 
-def _texts(rank: int, zero3_size: int) -> None:
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks(world_size=WORLD)
+def test_texts_and_numbers_reach_all_ranks_along_the_axes(rank: int, zero3_size: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size))
     model_ranks = get_state(model).ranks
     long = '"\\' * (rank + 1)
@@ -125,11 +127,6 @@ def _texts(rank: int, zero3_size: int) -> None:
     group = model_ranks.control_group()
     assert model_ranks.control_group() is group and dist.get_process_group_ranks(group) == list(range(WORLD))
     dist.barrier()  # a rank that returns closes its connections, to which other ranks may still be connecting
-
-
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_texts_and_numbers_reach_all_ranks_along_the_axes(zero3_size: int) -> None:
-    run_ranks(_texts, zero3_size, world_size=WORLD)
 
 
 class Halves(nn.Module):
@@ -143,7 +140,8 @@ class Halves(nn.Module):
         return sum(getattr(self, name)(x) for name in which.split())
 
 
-def _reads_before_others_step(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_one_rank_may_read_a_gradient_before_it_meets_the_others(rank: int) -> None:
     """Read a gradient on rank 0 only, before all ranks take part in a collective of the user."""
     relay = PendingUsage.relay
 
@@ -169,10 +167,6 @@ def _reads_before_others_step(rank: int) -> None:
         assert model.first.weight.grad is not None and model.second.weight.grad is not None
         model.zero_grad()
     PendingUsage.relay = relay  # type: ignore[method-assign]
-
-
-def test_one_rank_may_read_a_gradient_before_it_meets_the_others() -> None:
-    run_ranks(_reads_before_others_step, world_size=WORLD, pg_timeout=20)
 
 
 class _Connecting(wrapped_gloo.WrappedGloo):
@@ -201,7 +195,10 @@ class _Connecting(wrapped_gloo.WrappedGloo):
 CODED = {"codecs": Codecs(hop2=layerzero.Int8Blocks())}
 
 
-def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks(world_size=WORLD, pg_timeout=30)
+def test_no_communicator_connects_after_the_model_was_built(rank: int, zero3_size: int) -> None:
     wrapped_gloo.register(_Connecting)
     mesh = wrapped_gloo.mesh_on(_Connecting.NAME, zero3_size)
     for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": 1}, {"sync_module_states": False}, CODED):
@@ -225,7 +222,8 @@ def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:
         assert not different(*found), settings
 
 
-def _muon_on_connected_groups(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=30)
+def test_pairs_connect_when_an_optimizer_needs_full_matrices(rank: int) -> None:
     wrapped_gloo.register(_Connecting)
     model = layerzero.shard_model(integer_net(), mesh=wrapped_gloo.mesh_on(_Connecting.NAME, 2))
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -233,13 +231,3 @@ def _muon_on_connected_groups(rank: int) -> None:
     assert any(handle.gradients.replica_part_sizes for handle in get_state(model).handles), "of unequal sizes"
     _Connecting.built = True
     integer_loss(model, integer_batch(rank=rank)).backward()
-
-
-def test_pairs_connect_when_an_optimizer_needs_full_matrices() -> None:
-    run_ranks(_muon_on_connected_groups, world_size=WORLD, pg_timeout=30)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_no_communicator_connects_after_the_model_was_built(zero3_size: int) -> None:
-    run_ranks(_trains_on_connected_groups, zero3_size, world_size=WORLD, pg_timeout=30)

@@ -25,7 +25,7 @@ from layerzero.comm.watchdog import Watchdog, default_limit
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, register
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,8 @@ def test_an_absent_rank_is_named_before_the_timeout_of_the_group() -> None:
 # Its lifetime
 
 
-def _lives(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_the_default_one_is_replaced_and_ends_with_the_model(rank: int) -> None:
     with Device().installed():
         model = _on_device()
         first = _default_of(model)
@@ -140,11 +141,8 @@ def _lives(rank: int) -> None:
         assert watchdog() is None and _within(10, lambda: not _threads()), "it has kept the model"
 
 
-def test_the_default_one_is_replaced_and_ends_with_the_model() -> None:
-    run_ranks(_lives, world_size=2)
-
-
-def _ends_with_the_world(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_it_ends_with_the_process_group(rank: int) -> None:
     with Device().installed():
         model = _on_device()
         threads = _threads()
@@ -154,23 +152,17 @@ def _ends_with_the_world(rank: int) -> None:
         assert threads and ended and model is not None
 
 
-def test_it_ends_with_the_process_group() -> None:
-    run_ranks(_ends_with_the_world, world_size=2)
-
-
-def _on_the_cpu(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_there_is_none_on_the_cpu(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS)
     assert get_state(model).mesh_info.counters.watchdog is None
-
-
-def test_there_is_none_on_the_cpu() -> None:
-    run_ranks(_on_the_cpu, world_size=2)
 
 
 # Its cost
 
 
-def _in_time(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_what_is_done_is_not_kept_and_the_device_is_not_asked(rank: int) -> None:
     """Check that the watchdog keeps no tensor of a collective alive and does not query the device."""
     works: list[PendingCollective] = []
     with Device().installed():
@@ -203,7 +195,3 @@ def _in_time(rank: int) -> None:
                 most = max(most, len(watchdog._in_flight))
             a_step = (sum(launch_counts().values()) - before) // 8
             assert a_step > 8 and most < 8 + 3 * a_step, (most, a_step)
-
-
-def test_what_is_done_is_not_kept_and_the_device_is_not_asked() -> None:
-    run_ranks(_in_time, world_size=4)

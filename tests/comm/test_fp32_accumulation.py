@@ -22,7 +22,7 @@ from layerzero.device.buffer_pools import BufferPool
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.late_backend import NAME, register
 from tests.support.models import different, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -43,7 +43,9 @@ def _steps(model: nn.Module, rank: int, optimizers: list[Any] | None = None) -> 
     return full_parameters(model)
 
 
-def _same_sums(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks(shared_memory="off", timeout=300)
+def test_fp32_accumulation_gives_the_bits_and_bytes_of_gloo_on_other_backends(rank: int) -> None:
     register()
     for size, mode, policy in itertools.product((1, 2, 4), MODES, (BF16, MIXED)):
         case = size, mode, policy
@@ -82,12 +84,9 @@ def _train(rank: int, mesh: Any, policy: MixedPrecisionPolicy, mode: str, *, fp3
     return _Trained(weights, {hop: sent.get(hop, 0) for hop in ("hop1", "hop2")})
 
 
-@pytest.mark.exhaustive
-def test_fp32_accumulation_gives_the_bits_and_bytes_of_gloo_on_other_backends() -> None:
-    run_ranks(_same_sums, shared_memory="off", timeout=300)
-
-
-def _owners(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(shared_memory="off")
+def test_unequal_parts_of_matrix_optimizers_give_the_bits_of_gloo_on_other_backends(rank: int) -> None:
     register()
     found = []
     for mesh in (mesh_of(1), mesh_on(NAME, 1), mesh_of(2), mesh_on(NAME, 2)):
@@ -103,11 +102,6 @@ def _owners(rank: int) -> None:
         report = layerzero.memory(model)
         assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], report
     assert not different(found[0], found[1]) and not different(found[2], found[3])
-
-
-@pytest.mark.slow
-def test_unequal_parts_of_matrix_optimizers_give_the_bits_of_gloo_on_other_backends() -> None:
-    run_ranks(_owners, shared_memory="off")
 
 
 class _Launches(TorchDispatchMode):

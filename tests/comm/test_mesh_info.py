@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerzero
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, union
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 WORLD = 4
 
@@ -82,7 +82,8 @@ def test_checkpoints_go_from_one_mesh_of_torch_to_another(tmp_path: Path) -> Non
     run_ranks(_checkpoint, tmp_path, world_size=WORLD)
 
 
-def _default(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_without_mesh_and_size_the_ranks_of_a_node_share_the_weights(rank: int) -> None:
     before = os.environ.get("LOCAL_WORLD_SIZE")
     try:
         for said, size in (("2", 2), ("4", 4), ("1", 1)):
@@ -107,10 +108,6 @@ def _default(rank: int) -> None:
         del os.environ["LOCAL_WORLD_SIZE"]
         if before is not None:
             os.environ["LOCAL_WORLD_SIZE"] = before
-
-
-def test_without_mesh_and_size_the_ranks_of_a_node_share_the_weights() -> None:
-    run_ranks(_default, world_size=WORLD)
 
 
 def _alone(rank: int, local_world_size: str | None) -> None:

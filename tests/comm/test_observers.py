@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero.extend import PendingCollective, StepObserver, attach
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
 class Log(StepObserver):
@@ -104,7 +104,8 @@ def test_an_observer_is_told_of_a_step() -> None:
     assert [each for each in events if each[0] == "refreshed"]
 
 
-def _in_order(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_observers_are_called_in_order_and_one_may_veto_a_step(rank: int) -> None:
     model, events = _model(), []
     _, veto, last = (attach(model, Log(events, name, vetoes=name == "veto")) for name in ("one", "veto", "other"))
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -130,16 +131,13 @@ def _in_order(rank: int) -> None:
     last.detach()
 
 
-def test_observers_are_called_in_order_and_one_may_veto_a_step() -> None:
-    run_ranks(_in_order, world_size=2)
-
-
 class _Fails(StepObserver):
     def after_update(self, optimizer: Optimizer) -> None:
         raise LookupError("from an observer")
 
 
-def _raises(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_errors_of_observers_are_raised_and_observers_end_with_the_model(rank: int) -> None:
     model = _model()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     failing = attach(model, _Fails())
@@ -154,7 +152,3 @@ def _raises(rank: int) -> None:
         assert freed() is None and seen() is None
     finally:
         gc.enable()
-
-
-def test_errors_of_observers_are_raised_and_observers_end_with_the_model() -> None:
-    run_ranks(_raises, world_size=2)

@@ -28,7 +28,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -118,14 +118,11 @@ def test_groups_of_some_ranks_are_not_split_off_from_all() -> None:
     run_ranks(_bound, world_size=WORLD, pg_timeout=20)
 
 
-def _timeouts(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_groups_have_the_timeout_that_the_backend_tells_or_torchs(rank: int) -> None:
     register()
     ranks = list(range(WORLD))
     for backend, expected in ((NAME, default_pg_timeout), ("gloo", timedelta(seconds=45))):
         like = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=45))
         made = new_group_like(ranks, like=like, device_type="cpu")._get_backend(torch.device("cpu"))
         assert (made._gloo if backend == NAME else made).options._timeout == expected, backend
-
-
-def test_groups_have_the_timeout_that_the_backend_tells_or_torchs() -> None:
-    run_ranks(_timeouts, world_size=WORLD)

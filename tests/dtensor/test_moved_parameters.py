@@ -23,7 +23,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -32,7 +32,9 @@ def _net(size: int = 2, **settings: object) -> nn.Module:
     return layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, **settings)
 
 
-def _assign(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with(rank: int) -> None:
     """Average weights between steps with p.data = ..., as many scripts do."""
     for size in (1, 2, 4):
         ours, alone = _net(size), integer_net()
@@ -56,12 +58,8 @@ def _assign(rank: int) -> None:
         assert all(gradient.eq(1).all() for gradient in full_gradients(ours).values())
 
 
-@pytest.mark.slow
-def test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with() -> None:
-    run_ranks(_assign, world_size=WORLD)
-
-
-def _clone(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_clones_of_weights_and_gradients_have_full_tensors(rank: int) -> None:
     for size in (1, 2, 4):
         model = _net(size)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -79,15 +77,12 @@ def _clone(rank: int) -> None:
         assert all(torch.equal(value, changed[name]) for name, value in full_parameters(model).items())
 
 
-def test_clones_of_weights_and_gradients_have_full_tensors() -> None:
-    run_ranks(_clone, world_size=WORLD)
-
-
 def _assign_to(model: nn.Module, value: Tensor) -> None:
     model.first.weight.data = value
 
 
-def _refuse_to_assign(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_does_not_fit_the_rows_is_not_taken_for_data(rank: int) -> None:
     model, other = _net(2), _net(1)
     before = full_parameters(model)
     weight = model.first.weight
@@ -117,11 +112,8 @@ def _refuse_to_assign(rank: int) -> None:
     assert not [n for n, value in full_parameters(model).items() if not torch.equal(value, before[n] * 2)]
 
 
-def test_what_does_not_fit_the_rows_is_not_taken_for_data() -> None:
-    run_ranks(_refuse_to_assign, world_size=WORLD)
-
-
-def _write_what_was_empty(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_was_empty_is_taken_once_it_is_written(rank: int) -> None:
     """Write to results of ``empty_like`` in every way; before that they count as uninitialized."""
     writes: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
         "copy_ of a whole one": lambda p, e: e.copy_(torch.arange(p.numel() * 1.0).view(p.shape)),
@@ -144,10 +136,6 @@ def _write_what_was_empty(rank: int) -> None:
         assert torch.equal(parameter.full_tensor(), expected) and not torch.equal(expected, before), name
     with pytest.raises(TypeError, match="other memory"):
         ours._apply(lambda t: torch.empty_like(t).fill_(7))
-
-
-def test_what_was_empty_is_taken_once_it_is_written() -> None:
-    run_ranks(_write_what_was_empty, world_size=WORLD)
 
 
 STAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -176,7 +164,9 @@ MOVES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 }
 
 
-def _move(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_moves_that_change_nothing_pass_and_others_are_refused_before_they_do(rank: int) -> None:
     ours, alone = _net(), integer_net()
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(ours.parameters(), lr=2**-4), ours)
     both = (ours, optimizer), (alone, torch.optim.SGD(alone.parameters(), lr=2**-4))
@@ -207,11 +197,6 @@ def _move(rank: int) -> None:
         assert_same_bits(ours, alone, name)
 
 
-@pytest.mark.slow
-def test_moves_that_change_nothing_pass_and_others_are_refused_before_they_do() -> None:
-    run_ranks(_move, world_size=WORLD)
-
-
 def _swap(rank: int) -> list[str]:
     model = _net()
     messages = []
@@ -232,7 +217,8 @@ def test_moves_that_would_replace_parameters_name_the_setting() -> None:
         assert len(messages) == 2 and all("torch.__future__" in message for message in messages), messages
 
 
-def _move_others(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_recurrent_layers_and_mixed_precision_may_be_moved_to_where_they_are(rank: int) -> None:
     """Move an LSTM, which keeps weak references to its weights, and a model with bf16 compute weights."""
     torch.manual_seed(0)
     model = layerzero.shard_model(nn.LSTM(3, 4), mesh=mesh_of(2)).to("cpu")
@@ -245,11 +231,8 @@ def _move_others(rank: int) -> None:
         low.bfloat16()
 
 
-def test_recurrent_layers_and_mixed_precision_may_be_moved_to_where_they_are() -> None:
-    run_ranks(_move_others, world_size=2)
-
-
-def _call_forward(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_forward_called_by_its_name_says_what_to_call(rank: int) -> None:
     cases = [
         (nn.Linear(3, 4), torch.ones(2, 3)),
         (nn.Embedding(5, 4), torch.tensor([1, 2])),
@@ -261,7 +244,3 @@ def _call_forward(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"model\(x\), not model\.forward\(x\)"):
             model.forward(x)
         model(x)
-
-
-def test_forward_called_by_its_name_says_what_to_call() -> None:
-    run_ranks(_call_forward, world_size=2)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import layerzero
 from layerzero.dtensor.local_shard import plain
 from tests.support.models import different, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -92,7 +92,10 @@ FILLS: dict[str, Fill] = {
 NEEDS_TWO_DIMS = {"eye_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"}
 
 
-def _as_one_process(rank: int, size: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks(world_size=WORLD)
+def test_random_numbers_are_those_of_one_process_with_the_seed(rank: int, size: int) -> None:
     alone, model = _odd_model(None), _odd_model(size)
     generators = [torch.Generator(), torch.Generator()]
     for seeded in (False, True):
@@ -123,13 +126,8 @@ def _as_one_process(rank: int, size: int) -> None:
                     plain(ours).copy_(expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_random_numbers_are_those_of_one_process_with_the_seed(size: int) -> None:
-    run_ranks(_as_one_process, size, world_size=WORLD)
-
-
-def _initialize(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_model_apply_of_an_init_function_after_sharding_is_what_it_is_before(rank: int) -> None:
     """Initialize in the ways users do, and compare the forward on every replica."""
     x = torch.ones(2, 5)
     for init in (_weight_init, _reset):
@@ -144,11 +142,8 @@ def _initialize(rank: int) -> None:
             assert not different(full_parameters(model), dict(alone.named_parameters()))
 
 
-def test_model_apply_of_an_init_function_after_sharding_is_what_it_is_before() -> None:
-    run_ranks(_initialize, world_size=WORLD)
-
-
-def _corners(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_draws_that_cannot_be_made_by_rows_are_refused(rank: int) -> None:
     model = _odd_model(2)
     weight = model.linear.weight
     before = full_parameters(model)
@@ -202,7 +197,3 @@ def _corners(rank: int) -> None:
 
 def plain_rows(parameter: Tensor) -> Tensor:
     return parameter.detach().to_local()
-
-
-def test_draws_that_cannot_be_made_by_rows_are_refused() -> None:
-    run_ranks(_corners, world_size=WORLD)

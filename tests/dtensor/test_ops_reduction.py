@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.models import IntegerNet, integer_batch, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -145,7 +145,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _read(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_reading_a_part_as_if_it_were_the_whole_is_an_error_without_other_ranks(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     inputs, targets = integer_batch(rank=rank)
@@ -178,16 +179,9 @@ def _read(rank: int) -> None:
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True).full_tensor() > 0
 
 
-def test_reading_a_part_as_if_it_were_the_whole_is_an_error_without_other_ranks() -> None:
-    run_ranks(_read, world_size=WORLD, pg_timeout=15)
-
-
-def _alone(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_one_rank_has_the_whole(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), units=IntegerNet.UNITS)
     expected = integer_net().first.weight
     assert model.first.weight.detach().sum().item() == expected.sum().item()
     assert float(model.first.weight.detach().mean()) == float(expected.mean().detach())
-
-
-def test_one_rank_has_the_whole() -> None:
-    run_ranks(_alone, world_size=1)

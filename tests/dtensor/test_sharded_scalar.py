@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 import layerzero
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, freeze, sgd, shard
 from tests.support.models import full_gradients, full_parameters
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,8 @@ def test_numbers_are_trained_as_in_one_process(run: Any) -> None:
     run(_parity, world_size=WORLD)
 
 
-def _low_precision(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_numbers_compute_in_low_precision_beside_fp32_masters(rank: int) -> None:
     torch.manual_seed(0)
     alone = Clip().float()
     model = shard(
@@ -97,15 +98,12 @@ def _low_precision(rank: int) -> None:
         torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=2e-2, atol=2e-2)
 
 
-def test_numbers_compute_in_low_precision_beside_fp32_masters() -> None:
-    run_ranks(_low_precision, world_size=WORLD)
-
-
 def _torchs_clip(model: nn.Module, max_norm: float, norm_type: float, foreach: bool | None = None) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, foreach=foreach)
 
 
-def _clipped(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_numbers_count_once_in_the_norm_of_all_gradients(rank: int) -> None:
     torch.manual_seed(0)
     alone = Clip()
     for r in range(WORLD):
@@ -125,14 +123,11 @@ def _clipped(rank: int) -> None:
                 torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-5, atol=1e-12)
 
 
-def test_numbers_count_once_in_the_norm_of_all_gradients() -> None:
-    run_ranks(_clipped, world_size=WORLD)
-
-
 # --- usage of a temperature ---
 
 
-def _handled(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_temperature_is_clamped_set_and_looked_at(rank: int) -> None:
     torch.manual_seed(0)
     model = shard(Clip())
     start = math.log(1 / 0.07)
@@ -188,11 +183,8 @@ def _handled(rank: int) -> None:
     assert torch.equal(model.logit_scale.grad.full_tensor(), model.logit_scale.detach().full_tensor())
 
 
-def test_a_temperature_is_clamped_set_and_looked_at() -> None:
-    run_ranks(_handled, world_size=WORLD)
-
-
-def _penalties(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_temperature_has_penalties_and_hooks(rank: int) -> None:
     """Penalize twice in each loss, while the parameter has a gradient. Autograd processes these terms first."""
     torch.manual_seed(0)
     model = shard(Clip())
@@ -231,10 +223,6 @@ def _penalties(rank: int) -> None:
         model.logit_scale.register_post_accumulate_grad_hook(calls.append)
     model(batch(rank, 0)).sum().backward()
     assert len(calls) == 1 and calls[0] is model.logit_scale
-
-
-def test_a_temperature_has_penalties_and_hooks() -> None:
-    run_ranks(_penalties, world_size=WORLD)
 
 
 # --- full states, checkpoints, averages ---
@@ -277,7 +265,8 @@ def _assert_goes_on(ours: tuple[nn.Module, Optimizer], theirs: tuple[nn.Module, 
             torch.testing.assert_close(mine[name], other[name], rtol=1e-9, atol=0, msg=f"{case}: {name}")
 
 
-def _whole_states(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_whole_states_go_in_and_out(rank: int) -> None:
     torch.manual_seed(0)
     alone = Clip()
     adam = _adam(alone)
@@ -321,11 +310,8 @@ def _copy_of(source: tuple[nn.Module, Optimizer]) -> tuple[nn.Module, Optimizer]
     return made
 
 
-def test_whole_states_go_in_and_out() -> None:
-    run_ranks(_whole_states, world_size=WORLD)
-
-
-def _torch_states(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_torchs_state_dicts_have_numbers(rank: int) -> None:
     for options in (None, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
         source = _trained(2)
         _steps(*source, range(2))
@@ -335,10 +321,6 @@ def _torch_states(rank: int) -> None:
         set_model_state_dict(fresh[0], state if options is None or rank == 0 else {}, options=options)
         set_optimizer_state_dict(*fresh, stepped if options is None or rank == 0 else {}, options=options)
         _assert_goes_on(source, fresh, f"options {options}")
-
-
-def test_torchs_state_dicts_have_numbers() -> None:
-    run_ranks(_torch_states, world_size=WORLD)
 
 
 def _save(rank: int, folder: Path) -> dict[str, Tensor]:
@@ -387,7 +369,8 @@ def test_checkpoints_of_numbers_load_into_any_sharding(tmp_path: Path) -> None:
         run_ranks(_load, tmp_path, size, expected, world_size=world)
 
 
-def _scaled(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_loss_scaler_unscales_numbers(rank: int) -> None:
     model, optimizer = _trained(2, make=sgd)
     torch.manual_seed(0)
     alone = Clip()
@@ -402,11 +385,8 @@ def _scaled(rank: int) -> None:
         torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=1e-9, atol=0)
 
 
-def test_a_loss_scaler_unscales_numbers() -> None:
-    run_ranks(_scaled, world_size=WORLD)
-
-
-def _kernels(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_each_kernel_of_an_optimizer_steps_numbers(rank: int) -> None:
     expected = None
     for settings in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         trained = _trained(2, make=lambda m, s=settings: torch.optim.AdamW(m.parameters(), lr=0.01, **s))
@@ -417,11 +397,8 @@ def _kernels(rank: int) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-12, msg=f"{settings} {name}")
 
 
-def test_each_kernel_of_an_optimizer_steps_numbers() -> None:
-    run_ranks(_kernels, world_size=WORLD)
-
-
-def _meta(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_numbers_on_meta_are_initialized(rank: int) -> None:
     with torch.device("meta"):
         model = Clip()
 
@@ -431,7 +408,3 @@ def _meta(rank: int) -> None:
 
     shard(model, param_init_fn=fill)
     assert all(bool((whole == 0.25).all()) for whole in full_parameters(model).values())
-
-
-def test_numbers_on_meta_are_initialized() -> None:
-    run_ranks(_meta, world_size=WORLD)

@@ -38,7 +38,7 @@ from tests.support.models import (
     integer_loss,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +163,8 @@ def _alone(steps: int, ranks: int = 2) -> Net:
     return alone
 
 
-def _shown(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_users_see_tensors_of_the_true_shape(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = shard(mesh, 2)
     expected = dict(net().named_parameters())
@@ -196,11 +197,8 @@ def _shown(rank: int) -> None:
         assert torch.equal(model.get_parameter(name).detach().full_tensor(), parameter.detach().normal_()), name
 
 
-def test_users_see_tensors_of_the_true_shape() -> None:
-    run_ranks(_shown, world_size=4)
-
-
-def _whole_states(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_whole_states_are_those_of_one_process(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for size in (1, 2):
         model, optimizer = shard(mesh, size, accumulation="full")
@@ -227,11 +225,8 @@ def _whole_states(rank: int) -> None:
             layerzero.load_full_state_dict(model, expected | {"head.bias": torch.zeros(4)})
 
 
-def test_whole_states_are_those_of_one_process() -> None:
-    run_ranks(_whole_states, world_size=4)
-
-
-def _torchs_states(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_torchs_own_state_dicts_go_by_true_shapes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = shard(mesh, 2)
     one_step(model, optimizer, mesh["dp"].get_local_rank())
@@ -246,11 +241,8 @@ def _torchs_states(rank: int) -> None:
     assert not different(full_parameters(other), _alone(2).state_dict())
 
 
-def test_torchs_own_state_dicts_go_by_true_shapes() -> None:
-    run_ranks(_torchs_states, world_size=4)
-
-
-def _scaled(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_a_scaler_and_a_guard_skip_on_all_ranks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = shard(mesh, 2)
     place = mesh["dp"].get_local_rank()
@@ -282,10 +274,6 @@ def _scaled(rank: int) -> None:
         optimizer.zero_grad()
         assert bool(different(full_parameters(model), before)) is not overflows
     assert guard.skipped == 1
-
-
-def test_a_scaler_and_a_guard_skip_on_all_ranks() -> None:
-    run_ranks(_scaled, world_size=4)
 
 
 def _saves(rank: int, folder: Path) -> None:
@@ -339,7 +327,8 @@ def test_a_checkpoint_goes_to_other_sizes_of_all_axes(tmp_path: Path) -> None:
         run_ranks(_loads, tmp_path, tp, size, world_size=world)
 
 
-def _starts(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_ranks_that_start_apart_get_the_values_of_the_first_one_with_their_part(rank: int) -> None:
     """Start with different values per rank: dp's first rank counts; for copies, the first of all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     made = parallel(mesh["tp"])
@@ -355,11 +344,8 @@ def _starts(rank: int) -> None:
         assert torch.equal(ours[name], expected[name]), name
 
 
-def test_ranks_that_start_apart_get_the_values_of_the_first_one_with_their_part() -> None:
-    run_ranks(_starts, world_size=4)
-
-
-def _from_meta(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_a_model_on_meta_is_initialized_on_each_ranks_part(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         made = parallelize_module(Net(), mesh["tp"], PLAN | {"head": ColwiseParallel(output_layouts=Replicate())})
@@ -372,10 +358,6 @@ def _from_meta(rank: int) -> None:
     assert all((value == 3).all() for value in full_parameters(model).values())
     layerzero.load_full_state_dict(model, net().state_dict() if rank == 0 else None)
     train(model, mesh, range(1))
-
-
-def test_a_model_on_meta_is_initialized_on_each_ranks_part() -> None:
-    run_ranks(_from_meta, world_size=4)
 
 
 class Normed(nn.Module):
@@ -435,7 +417,8 @@ def test_norms_in_sequence_parallel_get_the_sum_of_their_gradients() -> None:
     run_ranks(_sequence_parallel, world_size=4)
 
 
-def _refuses(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_what_cannot_be_right_is_one_error_on_all_ranks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"Pass mesh, such as mesh\['dp'\], or zero3_size"):
         layerzero.shard_model(parallel(mesh["tp"]))
@@ -460,7 +443,3 @@ def _refuses(rank: int) -> None:
     made.shift = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh["tp"], placement, run_check=False))
     with pytest.raises((ValueError, RuntimeError), match=r"parameter 'shift'"):
         layerzero.shard_model(made, mesh=mesh["dp"])
-
-
-def test_what_cannot_be_right_is_one_error_on_all_ranks() -> None:
-    run_ranks(_refuses, world_size=4)

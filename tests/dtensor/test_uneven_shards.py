@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # Shapes of parameters by case, each cut along a dim, or plain.
 CASES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
@@ -125,7 +125,10 @@ class Normed(nn.Module):
         return self.linear(x).sum() + (self.p * self.q).sum()
 
 
-def _mix(rank: int, size: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks()
+def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(rank: int, size: int) -> None:
     model = layerzero.shard_model(Normed(), mesh=mesh_of(size))
     with torch.no_grad():
         for name, function in MIXED.items():
@@ -144,18 +147,9 @@ def _mix(rank: int, size: int) -> None:
     assert torch.equal(model(torch.ones(2, 6)), alone(torch.ones(2, 6)))
 
 
-def _combine_on_one_rank(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_one_rank_has_all_rows_of_all_parameters(rank: int) -> None:
     model = layerzero.shard_model(Normed(), mesh=mesh_of(1))
     with torch.no_grad():
         assert (model.p.t() @ model.q).full_tensor().equal(torch.full((6, 6), 5.0))
         assert torch.cat([model.p, model.q], -1).shape == (5, 12)
-
-
-def test_one_rank_has_all_rows_of_all_parameters() -> None:
-    run_ranks(_combine_on_one_rank, world_size=1)
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(size: int) -> None:
-    run_ranks(_mix, size)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import layerzero
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks, compare, shard
 from tests.support.models import TiedTransformer, full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FP64 = torch.float64
 
@@ -34,7 +34,8 @@ def _step_in_backward(model: nn.Module, *, sharded: bool) -> None:
         parameter.register_post_accumulate_grad_hook(step)
 
 
-def _in_backward(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_optimizers_step_in_the_backward(rank: int) -> None:
     for settings in MODES:
         torch.manual_seed(0)
         alone = blocks()
@@ -47,10 +48,6 @@ def _in_backward(rank: int) -> None:
             assert all(p.grad is None for p in model.parameters())
         for name, whole in full_parameters(model).items():
             torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
-
-
-def test_optimizers_step_in_the_backward() -> None:
-    run_ranks(_in_backward, world_size=WORLD)
 
 
 # --- inputs and outputs ---
@@ -93,13 +90,10 @@ def _no_inputs(model: nn.Module, rank: int, step: int) -> None:
     (model() * batch(rank, step)).sum().backward()
 
 
-def _structures(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_dataclasses_unused_outputs_and_forwards_without_inputs(rank: int) -> None:
     for settings in (*MODES, {"size": 4}):
         compare(rank, "structures", Case(Structured, _no_inputs), **settings)
-
-
-def test_dataclasses_unused_outputs_and_forwards_without_inputs() -> None:
-    run_ranks(_structures, world_size=WORLD)
 
 
 # --- units called outside of the model's forward ---
@@ -112,13 +106,10 @@ def _one_by_one(model: nn.Module, rank: int, step: int) -> None:
     x.sum().backward()
 
 
-def _units_alone(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_units_are_called_one_by_one_without_their_model(rank: int) -> None:
     for settings in MODES:
         compare(rank, "units alone", Case(lambda: blocks(own=False), _one_by_one), **settings)
-
-
-def test_units_are_called_one_by_one_without_their_model() -> None:
-    run_ranks(_units_alone, world_size=WORLD)
 
 
 class Skipping(TiedTransformer):
@@ -150,22 +141,20 @@ def _together(name: str, module: nn.Module) -> bool | str:
     return name.startswith("blocks.") and name.count(".") == 1
 
 
-def _chunks_outside(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_a_loss_calls_the_head_in_chunks_outside_of_the_model(rank: int) -> None:
     for tied in (True, False):
         for settings in MODES:
             case = Case(lambda tied=tied: Skipping(tied=tied), _in_chunks)
             compare(rank, "chunks", case, units=_together, **settings)
 
 
-@pytest.mark.slow
-def test_a_loss_calls_the_head_in_chunks_outside_of_the_model() -> None:
-    run_ranks(_chunks_outside, world_size=WORLD)
-
-
 # --- FSDP2's method names ---
 
 
-def _names(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_methods_of_fsdp2_that_are_there_work_and_others_raise(rank: int) -> None:
     model = shard(blocks())
     model.set_requires_gradient_sync(False)
     model(batch(rank, 0)).sum().backward()
@@ -182,7 +171,3 @@ def _names(rank: int) -> None:
         model.float()
     with pytest.raises(TypeError, match="deepcopy"):
         copy.deepcopy(model)
-
-
-def test_methods_of_fsdp2_that_are_there_work_and_others_raise() -> None:
-    run_ranks(_names, world_size=WORLD)

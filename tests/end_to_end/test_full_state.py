@@ -31,7 +31,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -60,7 +60,8 @@ def _without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key != name}
 
 
-def _load_whole(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_load_state_dict_takes_this_ranks_rows_of_whole_tensors(rank: int) -> None:
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (4, torch.float32)):
         source = _tied(seed=1)
         state = source.state_dict()
@@ -76,11 +77,8 @@ def _load_whole(rank: int) -> None:
             assert model.head.weight is model.embedding.weight
 
 
-def test_load_state_dict_takes_this_ranks_rows_of_whole_tensors() -> None:
-    run_ranks(_load_whole, world_size=WORLD)
-
-
-def _load_parts(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error(rank: int) -> None:
     model, alone = _sharded(integer_net()), integer_net()
     for net in (model, alone):
         part = {name: value for name, value in integer_net(seed=1).state_dict().items() if name.startswith("first")}
@@ -99,10 +97,6 @@ def _load_parts(rank: int) -> None:
     assert "another sharding" in _raised(lambda: model.load_state_dict(_sharded(integer_net(), size=4).state_dict()))
 
 
-def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error() -> None:
-    run_ranks(_load_parts, world_size=WORLD)
-
-
 def _like(parameter: DTensor, rows: Tensor) -> DTensor:
     """Make a DTensor as libraries with their own sharding do."""
     return DTensor.from_local(
@@ -115,7 +109,8 @@ def _like(parameter: DTensor, rows: Tensor) -> DTensor:
     )
 
 
-def _load_cut(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_dtensor_that_others_have_cut_is_loaded_by_their_cut(rank: int) -> None:
     for size in (1, 2, 4):
         source = integer_net(seed=1)
         for cut in ("torch", "torch, with its own placements", "layerzero"):
@@ -142,11 +137,8 @@ def _load_cut(rank: int) -> None:
     assert_same_bits(model, source, "as it was")
 
 
-def test_a_dtensor_that_others_have_cut_is_loaded_by_their_cut() -> None:
-    run_ranks(_load_cut, world_size=WORLD)
-
-
-def _load_other_values(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_ranks_that_load_other_values_are_told_at_the_next_forward(rank: int) -> None:
     inputs, _ = integer_batch()
     model = _sharded(integer_net())
     model.load_state_dict(integer_net(seed=rank // 2).state_dict())
@@ -161,11 +153,8 @@ def _load_other_values(rank: int) -> None:
     assert torch.equal(model(inputs), integer_net(seed=2)(inputs))
 
 
-def test_ranks_that_load_other_values_are_told_at_the_next_forward() -> None:
-    run_ranks(_load_other_values, world_size=WORLD)
-
-
-def _load_full(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_load_full_state_dict_takes_one_name_of_a_tied_parameter_and_may_be_lenient(rank: int) -> None:
     source = _tied(seed=1)
     for missing in ("head.weight", "embedding.weight"):
         model = _sharded(_tied())
@@ -190,11 +179,8 @@ def _load_full(rank: int) -> None:
     assert_same_bits(model, alone, "nothing has changed")
 
 
-def test_load_full_state_dict_takes_one_name_of_a_tied_parameter_and_may_be_lenient() -> None:
-    run_ranks(_load_full, world_size=WORLD)
-
-
-def _trainable(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_full_state_dict_can_leave_out_what_is_not_trained(rank: int) -> None:
     net = integer_net()
     net.register_buffer("seen", torch.zeros(2))
     for parameter in (net.first.weight, net.head.bias, net.shift):
@@ -209,11 +195,8 @@ def _trainable(rank: int) -> None:
     assert "first.bias" in _raised(lambda: layerzero.full_state_dict(model, trainable_only=True))
 
 
-def test_full_state_dict_can_leave_out_what_is_not_trained() -> None:
-    run_ranks(_trainable, world_size=2)
-
-
-def _keep_the_best(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_deep_copies_of_states_keep_the_best_and_load_back(rank: int) -> None:
     model = _sharded(integer_net())
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     train(model, optimizer, rank, range(1))
@@ -242,11 +225,8 @@ def _keep_the_best(rank: int) -> None:
     assert "not supported" in _raised(lambda: copy.deepcopy(model))
 
 
-def test_deep_copies_of_states_keep_the_best_and_load_back() -> None:
-    run_ranks(_keep_the_best, world_size=WORLD)
-
-
-def _look(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_local_rows_are_read_as_arrays_and_a_part_is_not_taken_for_the_whole(rank: int) -> None:
     model = _sharded(integer_net())
     expected = integer_net().first.weight.detach()
     rows = model.first.weight.to_local().spec.rows
@@ -268,11 +248,8 @@ def _look(rank: int) -> None:
     assert "no_sync" in _raised(lambda: model.shift.grad.to_local().numpy())
 
 
-def test_local_rows_are_read_as_arrays_and_a_part_is_not_taken_for_the_whole() -> None:
-    run_ranks(_look, world_size=2)
-
-
-def _save_naively(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error(rank: int) -> None:
     model = _sharded(_tied())
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     TiedTransformer.loss(model, TiedTransformer.batch(step=0, rank=rank)).backward()
@@ -293,11 +270,8 @@ def _save_naively(rank: int) -> None:
     dist.barrier()
 
 
-def test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error() -> None:
-    run_ranks(_save_naively, world_size=2)
-
-
-def _ignored_dtensor(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_ignored_dtensor_is_whole_in_a_whole_state_and_is_cut_as_it_was(rank: int) -> None:
     """Ignore a DTensor of another framework, sharded or replicated by torch over all ranks."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for placement in (Shard(0), Replicate()):
@@ -313,11 +287,8 @@ def _ignored_dtensor(rank: int) -> None:
         assert not different(state, other.state_dict() if rank == 0 else {})
 
 
-def test_an_ignored_dtensor_is_whole_in_a_whole_state_and_is_cut_as_it_was() -> None:
-    run_ranks(_ignored_dtensor, world_size=WORLD)
-
-
-def _chunk(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_megatron_chunk_takes_a_part_of_a_whole_state_where_it_is_told_to(rank: int) -> None:
     alone, all_ranks = [dist.new_group([each]) for each in range(2)][rank], dist.group.WORLD
     groups = ProcessGroups(all_ranks, all_ranks, tensor=alone, pipeline=alone, model=alone, embedding=None)
     chunk = ShardedChunk(integer_net(), None, groups)
@@ -329,7 +300,3 @@ def _chunk(rank: int) -> None:
     expected = integer_net()
     expected.load_state_dict(part, strict=False)
     assert not different(layerzero.full_state_dict(chunk, rank0_only=False), expected.state_dict())
-
-
-def test_a_megatron_chunk_takes_a_part_of_a_whole_state_where_it_is_told_to() -> None:
-    run_ranks(_chunk, world_size=2)

@@ -29,7 +29,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, on_ranks, run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MICRO_BATCHES = (1, 3)
@@ -276,7 +276,8 @@ def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(shared_memory
     run_ranks(_train_in_bf16, shared_memory=shared_memory)
 
 
-def _with_ignored(rank: int) -> None:
+@on_ranks()
+def test_ignored_parameters_are_stepped_as_they_are(rank: int) -> None:
     source = integer_net()
     ignored = source.shift
     model = layerzero.shard_model(source, zero3_size=2, units=IntegerNet.UNITS, ignored_params=[ignored])
@@ -288,7 +289,3 @@ def _with_ignored(rank: int) -> None:
     optimizer.step()
     assert torch.equal(ignored, net.shift - 2**-4 * net.shift.grad)
     assert torch.equal(optimizer.state_dict_by_name()["state"]["shift"]["momentum_buffer"], net.shift.grad)
-
-
-def test_ignored_parameters_are_stepped_as_they_are() -> None:
-    run_ranks(_with_ignored)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import layerzero
 from tests.support.graphs import MODES, WORLD, Chain, assert_same_gradients, batch, blocks, loss_of, sgd, shard
 from tests.support.models import full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +72,6 @@ def _as_list(model: nn.Module) -> list[nn.Module]:
     return list(model.values() if isinstance(model, nn.ModuleDict) else model)
 
 
-def _train_in_modes(rank: int, make: Callable[[], nn.Module], script: str) -> None:
-    for settings in MODES:
-        _train(rank, make, script, settings)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "script"),
@@ -87,11 +82,16 @@ def _train_in_modes(rank: int, make: Callable[[], nn.Module], script: str) -> No
         (_dict_of_chunks, INTERLEAVED),
     ],
 )
-def test_chunks_of_one_model_train_like_one_process(make: Callable[[], nn.Module], script: str) -> None:
-    run_ranks(_train_in_modes, make, script, world_size=WORLD)
+@on_ranks(world_size=WORLD)
+def test_chunks_of_one_model_train_like_one_process(rank: int, make: Callable[[], nn.Module], script: str) -> None:
+    for settings in MODES:
+        _train(rank, make, script, settings)
 
 
-def _train_models(rank: int, script: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("script", [INTERLEAVED, ALL_FORWARDS_FIRST])
+@on_ranks(world_size=WORLD)
+def test_chunks_that_are_models_of_their_own_train_like_one_process(rank: int, script: str) -> None:
     """Train chunks that are separate sharded models with an optimizer each and different S."""
     torch.manual_seed(0)
     alone = [blocks(2), blocks(2)]
@@ -107,12 +107,6 @@ def _train_models(rank: int, script: str) -> None:
         for optimizer in (*ours, *theirs):
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("script", [INTERLEAVED, ALL_FORWARDS_FIRST])
-def test_chunks_that_are_models_of_their_own_train_like_one_process(script: str) -> None:
-    run_ranks(_train_models, script, world_size=WORLD)
 
 
 def _prefer(rank: int, order: str) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import BOTH_SHARED_SLOW, mesh_of, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 
 ZERO3_SIZES = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # by number of ranks
 STEPS = 3  # as many as are exact in fp32, see end_to_end/test_parity.py
@@ -235,7 +235,8 @@ def test_adamw_in_the_engine_equals_the_reference(
     run_ranks(_transformers_agree, dtype, world_size=world_size, shared_memory=shared_memory)
 
 
-def _reference_follows_one_process(rank: int) -> None:
+@on_ranks()
+def test_adamw_in_the_reference_follows_one_process(rank: int) -> None:
     syncs = (False, False, True)
     net = TiedTransformer()
     alone = train_alone(
@@ -249,14 +250,11 @@ def _reference_follows_one_process(rank: int) -> None:
             torch.testing.assert_close(parameters, expected.parameters, rtol=1e-4, atol=1e-5)
 
 
-def test_adamw_in_the_reference_follows_one_process() -> None:
-    run_ranks(_reference_follows_one_process)
-
-
 # Memory, collectives, errors
 
 
-def _count_collectives(rank: int) -> None:
+@on_ranks()
+def test_the_replica_group_is_used_once_per_step(rank: int) -> None:
     model = make_reference(integer_net(), 2)
     zero3_group, replica_group = model.units[0].zero3_group, model.units[0].replica_group
     gather, reduce = reference._all_gather_into, reference._reduce_scatter_into
@@ -273,11 +271,8 @@ def _count_collectives(rank: int) -> None:
     assert counts == [[2 * 3 * units, units], [3 * units, units]], "gather, refresh; hop 1, hop 2"
 
 
-def test_the_replica_group_is_used_once_per_step() -> None:
-    run_ranks(_count_collectives)
-
-
-def _nothing_is_gathered_after_a_pass(rank: int) -> None:
+@on_ranks()
+def test_between_passes_a_rank_holds_its_shards_only(rank: int) -> None:
     model = make_reference(integer_net(), 2, torch.bfloat16)
     for _ in train_reference(model, exact_sgd, batches_of(rank, 2), (False, True), integer_loss):
         for unit in model.units:
@@ -290,11 +285,8 @@ def _nothing_is_gathered_after_a_pass(rank: int) -> None:
             )
 
 
-def test_between_passes_a_rank_holds_its_shards_only() -> None:
-    run_ranks(_nothing_is_gathered_after_a_pass)
-
-
-def _unsupported_uses_raise(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_unsupported_uses_raise(rank: int) -> None:
     frozen = integer_net()
     frozen.first.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"first.bias.*frozen"):
@@ -306,7 +298,3 @@ def _unsupported_uses_raise(rank: int) -> None:
     model(inputs).sum().backward()
     with pytest.raises(RuntimeError, match="did not use all parameters"):
         model.step(exact_sgd(model.masters.values()))
-
-
-def test_unsupported_uses_raise() -> None:
-    run_ranks(_unsupported_uses_raise, world_size=1)

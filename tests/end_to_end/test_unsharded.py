@@ -28,7 +28,7 @@ from tests.dtensor.test_tensor_parallel import Net as TensorParallelNet
 from tests.dtensor.test_tensor_parallel import net as tensor_parallel_net
 from tests.dtensor.test_tensor_parallel import parallel
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
-from tests.support.ranks import BOTH, run_ranks
+from tests.support.ranks import BOTH, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,8 @@ def _await_bytes(expected: int) -> None:
     assert held == expected
 
 
-def _hold(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_unit_takes_the_memory_of_a_unit(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     model = layerzero.shard_model(model, units=[str(i) for i in range(4)], zero3_size=2)
     unit = 4 * 256 * 256
@@ -181,10 +182,6 @@ def _hold(rank: int) -> None:
         with layerzero.unsharded(model[0]), layerzero.unsharded(model[1]):
             _await_bytes(before + 2 * unit)
         _await_bytes(before)
-
-
-def test_a_unit_takes_the_memory_of_a_unit() -> None:
-    run_ranks(_hold, world_size=WORLD)
 
 
 def _gradients(rank: int) -> None:
@@ -252,7 +249,8 @@ def test_edits_of_a_part_are_kept_and_those_of_the_first_rank_are_sent(shared_me
     run_ranks(_edit, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _compute(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_forwards_inside_compute_with_what_is_full_there(rank: int) -> None:
     alone = nested()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     model, x = _shard(nested(), mp_policy=policy), torch.randn(2, 6)
@@ -276,10 +274,6 @@ def _compute(rank: int) -> None:
     model(x[:, :5]).sum().backward()
 
 
-def test_forwards_inside_compute_with_what_is_full_there() -> None:
-    run_ranks(_compute, world_size=WORLD)
-
-
 def _message(call: Callable[[], Any]) -> str:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()
@@ -291,7 +285,8 @@ def _enter(module: nn.Module, **options: bool) -> None:
         pass
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=30)
+def test_what_cannot_be_is_refused_on_every_rank(rank: int) -> None:
     model = _shard(nested())
     with layerzero.unsharded(model.block, rank0_only=True):
         assert "already active for parameter 'block.scale'" in _message(lambda: _enter(model))
@@ -340,11 +335,8 @@ def _refuse(rank: int) -> None:
     assert "garbage collected" in _message(lambda: _enter(lost))
 
 
-def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    run_ranks(_refuse, world_size=WORLD, pg_timeout=30)
-
-
-def _refuse_gradients(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=30)
+def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every_rank(rank: int) -> None:
     model = _shard(nested())
     integer_loss(model, integer_batch(rank=rank)).backward()
     if rank == 1:
@@ -365,11 +357,8 @@ def _refuse_gradients(rank: int) -> None:
     _enter(model, with_grads=True)
 
 
-def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every_rank() -> None:
-    run_ranks(_refuse_gradients, world_size=WORLD, pg_timeout=30)
-
-
-def _several(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_units_of_several_modules_and_modules_of_several_models(rank: int) -> None:
     """Unshard a unit of several modules, and a module with two sharded models."""
     keyed = {"first": "ends", "head": "ends"}
     model = _shard(nested(), units=lambda name, module: keyed.get(name, False))
@@ -387,11 +376,8 @@ def _several(rank: int) -> None:
     assert dist.get_rank() == rank and copy.copy(both) is not None
 
 
-def test_units_of_several_modules_and_modules_of_several_models() -> None:
-    run_ranks(_several, world_size=WORLD)
-
-
-def _tensor_parallel(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_parts_that_tensor_parallelism_has_cut_are_not_shown_on_one_rank(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alone = tensor_parallel_net()
     for settings in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
@@ -413,7 +399,3 @@ def _tensor_parallel(rank: int) -> None:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
         with layerzero.full_precision(model), torch.no_grad():  # tensor parallelism adds in another order
             torch.testing.assert_close(model(x), alone(x), rtol=1e-6, atol=1e-6)
-
-
-def test_parts_that_tensor_parallelism_has_cut_are_not_shown_on_one_rank() -> None:
-    run_ranks(_tensor_parallel, world_size=WORLD)

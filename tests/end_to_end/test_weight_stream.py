@@ -31,7 +31,7 @@ from tests.support.checkpointing import WithBuffers
 from tests.support.graphs import WIDTH
 from tests.support.late_transfers import late
 from tests.support.models import TiedTransformer, full_parameters, integer_batch, integer_loss
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -178,7 +178,9 @@ def test_a_stream_has_the_weights_of_the_next_forward(
         assert usual < sent[0] and sent[17] > 0.99 * sent[0], "differences are smaller, and `full` sends all"
 
 
-def _offload(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_weights_in_host_memory_are_streamed(rank: int) -> None:
     for settings in ({"offload": Offload(params=True)}, {"offload": Offload(optimizer=True)}):
         for size in (1, 2, 4):
             with late(), warnings.catch_warnings():
@@ -189,11 +191,8 @@ def _offload(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_weights_in_host_memory_are_streamed() -> None:
-    run_ranks(_offload)
-
-
-def _model_parallel(rank: int) -> None:
+@on_ranks()
+def test_tensor_parallel_parameters_are_full(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for size in (1, 2):
         model = layerzero.shard_model(parallel(mesh["tp"]), zero3_size=size, units=TensorParallelNet.UNITS)
@@ -214,11 +213,8 @@ def _model_parallel(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_parameters_are_full() -> None:
-    run_ranks(_model_parallel)
-
-
-def _several_meshes(rank: int) -> None:
+@on_ranks()
+def test_parameters_on_several_meshes_are_full(rank: int) -> None:
     for expert_size, size in ((1, 1), (2, 4), (2, 2), (1, 2)):
         model, optimizer = shard_experts(2, size, expert_size=expert_size)
         for step in range(3):
@@ -238,11 +234,8 @@ def _several_meshes(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_parameters_on_several_meshes_are_full() -> None:
-    run_ranks(_several_meshes)
-
-
-def _extended(rank: int) -> None:
+@on_ranks()
+def test_parameters_with_an_all_gather_extension_have_their_own_precision(rank: int) -> None:
     for size in (1, 2, 4):
         torch.manual_seed(0)
         model = layerzero.shard_model(
@@ -250,11 +243,6 @@ def _extended(rank: int) -> None:
         )
         model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
         assert_same_bits(streamed(model), full_parameters(model), size)
-
-
-@pytest.mark.slow
-def test_parameters_with_an_all_gather_extension_have_their_own_precision() -> None:
-    run_ranks(_extended)
 
 
 # --- first rank only, and traffic ---
@@ -492,7 +480,8 @@ def test_a_stream_in_the_wrong_place_is_refused(shared_memory: str | None) -> No
     run_ranks(_refused_places, shared_memory=shared_memory)
 
 
-def _interrupt(rank: int) -> None:
+@on_ranks()
+def test_a_stream_follows_an_interrupted_forward(rank: int) -> None:
     model, _ = build(2)
     tokens, _ = TiedTransformer.batch(step=0)
 
@@ -506,11 +495,8 @@ def _interrupt(rank: int) -> None:
     assert_same_bits(streamed(model), computed_with(model), "after an interrupted forward")
 
 
-def test_a_stream_follows_an_interrupted_forward() -> None:
-    run_ranks(_interrupt)
-
-
-def _close(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_model_is_closed_after_its_streams(rank: int) -> None:
     model, _ = build(2)
     stream = layerzero.stream_weights(model, bucket_bytes=BUCKET)
     next(stream)
@@ -518,10 +504,6 @@ def _close(rank: int) -> None:
     del stream
     layerzero.close(model)
     assert "closed" in _message_of(lambda: layerzero.stream_weights(model))
-
-
-def test_a_model_is_closed_after_its_streams() -> None:
-    run_ranks(_close, world_size=2)
 
 
 def _one_does_not_call(rank: int) -> str:
@@ -557,7 +539,8 @@ class Adapted(nn.Module):
         return x
 
 
-def _frozen(rank: int) -> None:
+@on_ranks()
+def test_frozen_weights_are_sent_once(rank: int) -> None:
     model = layerzero.shard_model(Adapted(), mesh=mesh_of(2), mp_policy=BF16)
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(adapters, lr=1e-2), model)
@@ -580,21 +563,14 @@ def _frozen(rank: int) -> None:
         optimizer.zero_grad()
 
 
-def test_frozen_weights_are_sent_once() -> None:
-    run_ranks(_frozen)
-
-
 class Odd(torch.Tensor):
     """Tensor class that packets cannot describe."""
 
 
-def _classes(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_tensor_classes_are_streamed_and_not_sent_in_packets(rank: int) -> None:
     net = Policy()
     net.extra = nn.Parameter(torch.ones(3).as_subclass(Odd), requires_grad=False)  # type: ignore[arg-type]
     model = layerzero.shard_model(net, mesh=mesh_of(2), units=Policy.UNITS, ignored_params=[net.extra])
     assert torch.equal(streamed(model)["extra"].as_subclass(Tensor), torch.ones(3))
     assert "'extra' is a Odd" in _message_of(lambda: list(layerzero.WeightSender(model).packets()))
-
-
-def test_tensor_classes_are_streamed_and_not_sent_in_packets() -> None:
-    run_ranks(_classes, world_size=2)

@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, run_ranks
+from tests.support.ranks import BOTH, on_ranks, run_ranks
 
 
 def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
@@ -56,7 +56,9 @@ def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: 
     run_ranks(_any_mix_of_backwards, zero3_size, shared_memory=shared_memory)
 
 
-def _accumulate_over_steps(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_gradients_add_up_until_zero_grad_even_across_steps(rank: int) -> None:
     # Without zero_grad, the gradient of the second step is the sum over all backwards so far.
     for mode, pattern in itertools.product(MODES, itertools.product((False, True), repeat=2)):
         net = integer_net()
@@ -68,11 +70,6 @@ def _accumulate_over_steps(rank: int) -> None:
             theirs.step()
             backward(model, rank, 0, inside_no_sync=inside_no_sync, step=step)
             assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
-
-
-@pytest.mark.slow
-def test_gradients_add_up_until_zero_grad_even_across_steps() -> None:
-    run_ranks(_accumulate_over_steps)
 
 
 def _forget_one_by_one(model: nn.Module, optimizer: Optimizer) -> None:
@@ -135,7 +132,8 @@ def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, shared
     run_ranks(_forget_in_every_way, way, shared_memory=shared_memory)
 
 
-def _forget_one_parameter(rank: int) -> None:
+@on_ranks()
+def test_dropping_one_parameters_gradient_drops_no_other(rank: int) -> None:
     first, second = alone([[0]])[0].gradients, alone([[1]])[0].gradients
     both = alone([[0, 1]])[0].gradients
     assert first["second.weight"].any() and second["second.weight"].any()
@@ -149,11 +147,8 @@ def _forget_one_parameter(rank: int) -> None:
         assert not wrong, f"{mode}, inside no_sync: {inside_no_sync}: {wrong}"
 
 
-def test_dropping_one_parameters_gradient_drops_no_other() -> None:
-    run_ranks(_forget_one_parameter)
-
-
-def _drop_some_groups(rank: int) -> None:
+@on_ranks()
+def test_zero_grad_of_one_optimizer_leaves_the_gradients_of_another(rank: int) -> None:
     both, second = alone([[0, 1]])[0].gradients, alone([[1]])[0].gradients
     for mode, inside_no_sync in itertools.product(MODES, (False, True)):
         model, optimizer = prepare(mode)
@@ -170,10 +165,6 @@ def _drop_some_groups(rank: int) -> None:
         assert not wrong, f"{mode}, inside no_sync: {inside_no_sync}: {wrong}"
         one.step()
         other.step()
-
-
-def test_zero_grad_of_one_optimizer_leaves_the_gradients_of_another() -> None:
-    run_ranks(_drop_some_groups)
 
 
 def _norm_alone(net: nn.Module, norm_type: float) -> Tensor:
@@ -250,7 +241,8 @@ def test_our_clipping_where_most_ranks_hold_no_row() -> None:
     assert sorted(run_ranks(_clip_matrix, 1, layerzero.clip_grad_norm_)) == [[0, 4]] * (WORLD - 1) + [[1, 4]]
 
 
-def _infinite_norm_of_no_row(rank: int) -> None:
+@on_ranks()
+def test_the_infinite_norm_of_no_row_is_zero_or_an_error_that_names_the_way_out(rank: int) -> None:
     # Runs in torch's clipping before its first collective: an error on one rank leaves the other ranks waiting.
     model, _ = _backward_of_matrix(rank, 1)
     norms = {
@@ -263,11 +255,8 @@ def _infinite_norm_of_no_row(rank: int) -> None:
         assert answer == f"gave {largest}" or "layerzero.clip_grad_norm_" in answer, f"{name}: {answer}"
 
 
-def test_the_infinite_norm_of_no_row_is_zero_or_an_error_that_names_the_way_out() -> None:
-    run_ranks(_infinite_norm_of_no_row)
-
-
-def _clip_in_the_midst(rank: int) -> None:
+@on_ranks()
+def test_clipping_between_backwards_clips_what_has_come_so_far(rank: int) -> None:
     # Clipping reduces the gradients that no_sync left. Later contributions add to the clipped one, as in one process.
     for mode, inside_no_sync in itertools.product(MODES, (False, True)):
         net = integer_net()
@@ -280,10 +269,6 @@ def _clip_in_the_midst(rank: int) -> None:
         for name, gradient in full_gradients(model).items():
             torch.testing.assert_close(gradient, net.get_parameter(name).grad, msg=f"{mode} {inside_no_sync} {name}")
         optimizer.step()
-
-
-def test_clipping_between_backwards_clips_what_has_come_so_far() -> None:
-    run_ranks(_clip_in_the_midst)
 
 
 USES: dict[str, Callable[[nn.Module], object]] = {
@@ -300,7 +285,8 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _use_unreduced(rank: int) -> None:
+@on_ranks()
+def test_an_unreduced_gradient_refuses_to_be_used_and_is_not_lost(rank: int) -> None:
     (expected,) = alone([[0, 1]])
     wrong = {}
     for mode, pattern in itertools.product(MODES, ("uu", "ru")):  # r: a reduced gradient exists already
@@ -316,11 +302,8 @@ def _use_unreduced(rank: int) -> None:
     assert not wrong, "\n".join(f"{case}: {text}" for case, text in wrong.items())
 
 
-def test_an_unreduced_gradient_refuses_to_be_used_and_is_not_lost() -> None:
-    run_ranks(_use_unreduced)
-
-
-def _no_sync_after_error(rank: int) -> None:
+@on_ranks()
+def test_no_sync_ends_with_its_block_and_nests(rank: int) -> None:
     (expected,) = alone([[0]])
     model, optimizer = prepare("sharded")
     with pytest.raises(ZeroDivisionError), layerzero.no_sync(model):
@@ -337,11 +320,8 @@ def _no_sync_after_error(rank: int) -> None:
     assert_step(model, optimizer, expected, "nested no_sync")
 
 
-def test_no_sync_ends_with_its_block_and_nests() -> None:
-    run_ranks(_no_sync_after_error)
-
-
-def _forward_elsewhere(rank: int) -> None:
+@on_ranks()
+def test_what_counts_is_where_backward_runs(rank: int) -> None:
     # The context around backward() counts.
     for forward_inside, backward_inside in itertools.product((False, True), repeat=2):
         (expected,) = alone([[0]])
@@ -354,7 +334,3 @@ def _forward_elsewhere(rank: int) -> None:
         reduced = layerzero.traffic(model).calls.get("hop2", 0) > 0
         assert reduced != backward_inside, f"forward inside {forward_inside}, backward inside {backward_inside}"
         assert_step(model, optimizer, expected, f"forward inside {forward_inside}, backward inside {backward_inside}")
-
-
-def test_what_counts_is_where_backward_runs() -> None:
-    run_ranks(_forward_elsewhere)

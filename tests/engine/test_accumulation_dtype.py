@@ -36,7 +36,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 
 BF16 = torch.bfloat16
 MODES = ("sharded", "full")
@@ -229,7 +229,8 @@ def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str
     run_ranks(_rounded, shared_memory=shared_memory)
 
 
-def _last_micro_batch(rank: int) -> None:
+@on_ranks()
+def test_the_micro_batch_that_reduces_is_not_rounded(rank: int) -> None:
     """A value that is lost in a bf16 accumulator counts in the micro-batch that reduces gradients."""
     for mode, last in itertools.product(MODES, (False, True)):
         torch.manual_seed(0)
@@ -252,11 +253,8 @@ def _step_gradients(model: nn.Module) -> list[Tensor]:
     return list(full_gradients(model).values())
 
 
-def test_the_micro_batch_that_reduces_is_not_rounded() -> None:
-    run_ranks(_last_micro_batch)
-
-
-def _overflow(rank: int) -> None:
+@on_ranks()
+def test_an_overflow_survives_the_accumulator_and_leaves_nothing_behind(rank: int) -> None:
     for mode, offload_grads in itertools.product(MODES, (False, True)):
         with late() if offload_grads else nullcontext():
             model, optimizer = prepare(
@@ -283,11 +281,9 @@ def _overflow(rank: int) -> None:
         assert_step(model, optimizer, alone([range(2)])[0], f"{mode}: after the overflow")
 
 
-def test_an_overflow_survives_the_accumulator_and_leaves_nothing_behind() -> None:
-    run_ranks(_overflow)
-
-
-def _stored(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(shared_memory="off")
+def test_accumulators_take_half_the_memory_on_the_device_and_in_the_host(rank: int) -> None:
     for mode, offload_grads in itertools.product(MODES, (False, True)):
         case = (mode, offload_grads)
         with late() if offload_grads else nullcontext():
@@ -314,12 +310,8 @@ def _stored(rank: int) -> None:
             assert all(isinstance(h.gradients.final.storage, AliasedStorage) for h in get_state(models[1]).handles)
 
 
-@pytest.mark.slow
-def test_accumulators_take_half_the_memory_on_the_device_and_in_the_host() -> None:
-    run_ranks(_stored, shared_memory="off")
-
-
-def _moved_bytes(rank: int) -> None:
+@on_ranks()
+def test_offloading_copies_half_the_bytes(rank: int) -> None:
     moved = []
     for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}):
         with late():
@@ -346,11 +338,8 @@ class _Recorded:
         return self._copy(target, source, **how)
 
 
-def test_offloading_copies_half_the_bytes() -> None:
-    run_ranks(_moved_bytes)
-
-
-def _frozen_and_unfrozen(rank: int) -> None:
+@on_ranks()
+def test_parameters_may_be_unfrozen_between_micro_batches(rank: int) -> None:
     for mode in MODES:
         model, optimizer = prepare(mode, mp_policy=PrecisionPolicy(accumulation_dtype=BF16))
         net = integer_net()
@@ -364,11 +353,8 @@ def _frozen_and_unfrozen(rank: int) -> None:
         assert not different(full_gradients(model), expected), mode
 
 
-def test_parameters_may_be_unfrozen_between_micro_batches() -> None:
-    run_ranks(_frozen_and_unfrozen)
-
-
-def _clipped(rank: int) -> None:
+@on_ranks()
+def test_gradients_can_be_clipped_and_sent_encoded(rank: int) -> None:
     for mode, codec in itertools.product(MODES, (None, layerzero.Int4Blocks())):
         torch.manual_seed(0)
         model = shard(
@@ -391,11 +377,8 @@ def _clipped(rank: int) -> None:
             optimizer.zero_grad(set_to_none=step != 1)
 
 
-def test_gradients_can_be_clipped_and_sent_encoded() -> None:
-    run_ranks(_clipped)
-
-
-def _no_main_grad(rank: int) -> None:
+@on_ranks()
+def test_parameters_have_no_main_grad(rank: int) -> None:
     seen = []
     for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}):
         model, _ = prepare("full", **settings)
@@ -403,10 +386,6 @@ def _no_main_grad(rank: int) -> None:
         backward(model, rank, 0, inside_no_sync=True)
         hook.remove()
     assert seen == [True, False]
-
-
-def test_parameters_have_no_main_grad() -> None:
-    run_ranks(_no_main_grad)
 
 
 # --- one replica, several meshes ---
@@ -434,7 +413,8 @@ def test_with_one_replica_the_accumulator_is_the_final_gradient(world_size: int)
     run_ranks(_one_replica, world_size=world_size, shared_memory="off")
 
 
-def _two_meshes(rank: int) -> None:
+@on_ranks()
+def test_units_on_several_meshes_accumulate_in_bf16(rank: int) -> None:
     (expected,) = alone([range(3)])
     root, other = layerzero.init_mesh(2), layerzero.init_mesh(1)
     for mode in MODES:
@@ -447,10 +427,6 @@ def _two_meshes(rank: int) -> None:
         for index in range(3):
             backward(model, rank, index, inside_no_sync=index < 2)
         assert_step(model, optimizer, expected, mode)
-
-
-def test_units_on_several_meshes_accumulate_in_bf16() -> None:
-    run_ranks(_two_meshes)
 
 
 # --- settings ---

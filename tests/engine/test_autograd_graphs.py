@@ -60,7 +60,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -260,14 +260,11 @@ SHARED: tuple[dict[str, Any], ...] = (
 )
 
 
-def _compare_modes(rank: int, name: str) -> None:
-    compare(rank, name, CASES[name], *(mode | {"shared_memory": "off"} for mode in MODES), *SHARED)
-
-
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CASES)
-def test_graph_has_the_gradients_of_one_process(name: str) -> None:
-    run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, shared_memory=None)
+@on_ranks(world_size=WORLD, pg_timeout=20, shared_memory=None)
+def test_graph_has_the_gradients_of_one_process(rank: int, name: str) -> None:
+    compare(rank, name, CASES[name], *(mode | {"shared_memory": "off"} for mode in MODES), *SHARED)
 
 
 # --- the same bits with any calls between the steps ---
@@ -337,7 +334,8 @@ def test_evaluation_and_failures_between_the_steps_change_no_bit(shared_memory: 
     run_ranks(_disturb, world_size=WORLD, pg_timeout=20, shared_memory=shared_memory)
 
 
-def _count_gathers(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none(rank: int) -> None:
     names = [f"units.{i}" for i in range(3)]
     expected, gathers = _train(rank, units={Block})
     assert gathers <= 2 * 4  # 3 units and the root, forward and backward
@@ -353,11 +351,8 @@ def _count_gathers(rank: int) -> None:
         assert plain == again == once_more, f"{frozen}: the gather of a recomputation serves the backward, too"
 
 
-def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none() -> None:
-    run_ranks(_count_gathers, world_size=WORLD, shared_memory="off")
-
-
-def _count_gathered_units(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_backward_holds_few_units_also_under_checkpoints(rank: int) -> None:
     """Assert that a backward holds only the root, the unit that ends, the one that begins, and prefetched ones."""
     for reentrant, prefetch in itertools.product((None, True, False), (0, 1)):
         model = shard(blocks(6, reentrant=reentrant), prefetch=prefetch)
@@ -379,10 +374,6 @@ def _count_gathered_units(rank: int) -> None:
         assert max(gathered) <= 3 + prefetch, (reentrant, prefetch, gathered)
 
 
-def test_a_backward_holds_few_units_also_under_checkpoints() -> None:
-    run_ranks(_count_gathered_units, world_size=WORLD, shared_memory="off")
-
-
 # --- several models, and their release ---
 
 
@@ -394,7 +385,8 @@ def _play(models: list[nn.Module], ranks: list[int], place: int, step: int) -> N
         loss_of(discriminator(made.detach() if place else made) * (place - 0.5)).backward()
 
 
-def _train_adversaries(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_two_models_of_different_zero3_size_train_alternately(rank: int) -> None:
     torch.manual_seed(0)
     alone = [blocks(2), blocks(2)]
     models = [shard(copy.deepcopy(model), size) for model, size in zip(alone, (2, 4), strict=True)]
@@ -412,16 +404,13 @@ def _train_adversaries(rank: int) -> None:
                     each.zero_grad()
 
 
-def test_two_models_of_different_zero3_size_train_alternately() -> None:
-    run_ranks(_train_adversaries, world_size=WORLD)
-
-
 def _live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-def _train_and_forget(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_nothing_grows_over_steps_and_a_deleted_model_is_freed(rank: int) -> None:
     mesh_of(SIZE)  # outlives the model
     before = _live_tensors()
     model = shard(Chain(Chain(Block()), blocks(reentrant=False)))
@@ -445,12 +434,8 @@ def _train_and_forget(rank: int) -> None:
     assert _live_tensors() <= before
 
 
-def test_nothing_grows_over_steps_and_a_deleted_model_is_freed() -> None:
-    # In shared memory, timing decides how many buffers wait for readers.
-    run_ranks(_train_and_forget, world_size=WORLD, shared_memory="off")
-
-
-def _one_backward(rank: int) -> None:
+@on_ranks()
+def test_two_models_of_one_mesh_may_share_a_backward(rank: int) -> None:
     """Train two models on one mesh; their reductions end in a different order on each rank."""
     draw = random.Random(rank)
     mesh = layerzero.init_mesh(2)
@@ -485,11 +470,8 @@ def _one_backward(rank: int) -> None:
             assert not different(full_parameters(model), dict(net.named_parameters())), step
 
 
-def test_two_models_of_one_mesh_may_share_a_backward() -> None:
-    run_ranks(_one_backward)
-
-
-def _follow(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_a_call_that_is_in_no_graph_is_passed_over(rank: int) -> None:
     """Check that a call with an unused output drops out of the chain of calls."""
     model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
     root, first, second, head = get_state(model).units
@@ -505,7 +487,3 @@ def _follow(rank: int) -> None:
         for call, follower in itertools.pairwise(calls):
             again = any(each.unit is follower.unit for each in calls[: calls.index(follower)])
             assert list(call.ended_handles()) == ([] if again else list(follower.unit.handles)), "of the last call only"
-
-
-def test_a_call_that_is_in_no_graph_is_passed_over() -> None:
-    run_ranks(_follow, world_size=1)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import PrecisionPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 WORLD = 2
 
@@ -123,7 +123,8 @@ def test_states_hold_buffers_in_their_original_dtype(tmp_path: Path) -> None:
     run_ranks(_round_trips, str(tmp_path), world_size=WORLD)
 
 
-def _in_contexts(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_buffers_that_are_written_or_replaced_in_a_context_are_kept_in_the_cast_dtype(rank: int) -> None:
     model = _shard()
     with layerzero.unsharded(model.inner, rank0_only=True):
         assert model.inner.table.dtype == (torch.float32 if rank == 0 else torch.bfloat16), "with the parameters"
@@ -137,7 +138,3 @@ def _in_contexts(rank: int) -> None:
             model.inner.wide = None
         assert torch.equal(model.inner.table, torch.full((5,), value + 1.0).bfloat16()), context
         assert model.inner.wide is None
-
-
-def test_buffers_that_are_written_or_replaced_in_a_context_are_kept_in_the_cast_dtype() -> None:
-    run_ranks(_in_contexts, world_size=WORLD)

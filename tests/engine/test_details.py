@@ -39,7 +39,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import full_gradients, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FP64 = torch.float64
 
@@ -70,13 +70,10 @@ def _use_outputs_by_rank(model: nn.Module, rank: int, step: int) -> None:
     loss_of(outputs[0] if rank % 2 else sum(outputs)).backward()
 
 
-def _different_outputs(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=5)
+def test_ranks_may_use_different_outputs_of_a_unit_with_units_inside(rank: int) -> None:
     for settings in (*MODES, {"size": 4}):
         compare(rank, "outputs by rank", Case(lambda: Pair(Block()), _use_outputs_by_rank), **settings)
-
-
-def test_ranks_may_use_different_outputs_of_a_unit_with_units_inside() -> None:
-    run_ranks(_different_outputs, world_size=WORLD, pg_timeout=5)
 
 
 def _message(call: Any) -> str:
@@ -208,7 +205,8 @@ def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other() -> None:
         assert first == second > 0, calls
 
 
-def _large_in_fp16(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gradients_whose_sum_over_ranks_is_too_large_for_fp16_have_their_mean(rank: int) -> None:
     """Use gradients that fit in fp16, as does their mean; their sum over ranks does not."""
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for accumulation in ("sharded", "full", "local"):
@@ -219,11 +217,8 @@ def _large_in_fp16(rank: int) -> None:
             assert torch.equal(full_gradients(model)["weight"], expected), (accumulation, size)
 
 
-def test_gradients_whose_sum_over_ranks_is_too_large_for_fp16_have_their_mean() -> None:
-    run_ranks(_large_in_fp16, world_size=WORLD)
-
-
-def _count_hooks(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_clipping_and_stepping_call_no_hook_for_gradients_that_were_final_before(rank: int) -> None:
     for settings in MODES:
         model, seen = shard(blocks(), **settings), []
         for parameter in model.parameters():
@@ -233,10 +228,6 @@ def _count_hooks(rank: int) -> None:
         layerzero.clip_grad_norm_(model, 1.0)
         optimizer.step()
         assert len(seen) == len(list(model.parameters())), settings
-
-
-def test_clipping_and_stepping_call_no_hook_for_gradients_that_were_final_before() -> None:
-    run_ranks(_count_hooks, world_size=WORLD)
 
 
 class Turned(nn.Module):
@@ -268,17 +259,15 @@ def test_a_graph_that_outlived_a_step_is_refused(unit: type[nn.Module], size: in
         assert "modified by an inplace operation" in message, message
 
 
-def _portions(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gradients_that_come_in_portions_after_their_unit_was_reduced_are_all_reduced(rank: int) -> None:
     """Compare training with reentrant activation checkpointing, whose nested backward yields separate gradients."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         compare(rank, "portions", Case(lambda: blocks(order=(0, 1, 0, 2, 0), reentrant=True)), **settings)
 
 
-def test_gradients_that_come_in_portions_after_their_unit_was_reduced_are_all_reduced() -> None:
-    run_ranks(_portions, world_size=WORLD)
-
-
-def _clip_with_extra_groups(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_clipping_takes_in_the_norms_of_further_groups(rank: int) -> None:
     """Clip with an extra group of W ranks with equal norms: the total p-norm is W ** (1 / p) times that of one."""
     model = shard(blocks())
     one_pass(model, rank, 0)
@@ -288,11 +277,8 @@ def _clip_with_extra_groups(rank: int) -> None:
         torch.testing.assert_close(ours, norm * factor)
 
 
-def test_clipping_takes_in_the_norms_of_further_groups() -> None:
-    run_ranks(_clip_with_extra_groups, world_size=WORLD)
-
-
-def _clip_in_fp64(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gradients_in_fp64_are_clipped_in_fp64(rank: int) -> None:
     """Clip integer gradients whose squared norm needs more bits than fp32 has."""
     model = layerzero.shard_model(integer_net().double(), zero3_size=2, units=["first"])
     gradients = [float(2**13 + index) for index, _ in enumerate(model.parameters())]
@@ -307,10 +293,6 @@ def _clip_in_fp64(rank: int) -> None:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         expected = torch.tensor(gradient).double() * (0.5 / (torch.linalg.vector_norm(each) + 1e-6))
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.expand(parameter.shape), rtol=1e-14, atol=0)
-
-
-def test_gradients_in_fp64_are_clipped_in_fp64() -> None:
-    run_ranks(_clip_in_fp64, world_size=WORLD)
 
 
 def _blow(gradient: Tensor) -> None:

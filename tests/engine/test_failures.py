@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import layerzero
 from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import different, full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,14 @@ def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[s
     return full_parameters(model)
 
 
-def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "reentrant",
+    [None, pytest.param(True, marks=pytest.mark.exhaustive), False],
+    ids=["plain", "reentrant checkpoint", "checkpoint"],
+)
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(rank: int, reentrant: bool | None) -> None:
     """Fail twice in a run; other modes swap the order."""
     names = [name for name, (_, kind) in FAILURES.items() if kind is reentrant]
     for index, settings in enumerate((*MODES, {"size": 4})):
@@ -157,17 +164,8 @@ def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
             assert not different(ours, expected), (two, settings, accumulated)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "reentrant",
-    [None, pytest.param(True, marks=pytest.mark.exhaustive), False],
-    ids=["plain", "reentrant checkpoint", "checkpoint"],
-)
-def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(reentrant: bool | None) -> None:
-    run_ranks(_fail_in_every_mode, reentrant, world_size=WORLD, pg_timeout=20)
-
-
-def _interrupt(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_interrupted_pass_leaves_nothing_behind(rank: int) -> None:
     """Press Ctrl-C in a notebook: torch runs no hooks, and the next cell continues with or without zero_grad."""
     for place, forgets in itertools.product(("forward", "backward"), (True, False)):
         results = []
@@ -198,10 +196,6 @@ def _interrupt_in(model: nn.Module, place: str) -> Any:
 
     inner = model.units[1].inner.units[0].linear
     return inner.register_forward_hook(stop) if place == "forward" else inner.weight.register_hook(stop)
-
-
-def test_an_interrupted_pass_leaves_nothing_behind() -> None:
-    run_ranks(_interrupt, world_size=WORLD)
 
 
 def _fail_without_zero_grad(rank: int) -> str:

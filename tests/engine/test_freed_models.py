@@ -16,7 +16,7 @@ from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
-from tests.support.ranks import BOTH_SHARED_SLOW, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -81,14 +81,11 @@ def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(share
     run_ranks(_forget, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _part(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_part_of_a_model_that_is_gone_says_so(rank: int) -> None:
     model = shard(blocks())
     part = model.units[0]
     del model
     gc.collect()
     with pytest.raises(RuntimeError, match=r"part of a sharded model that was garbage collected. Keep a reference"):
         part(torch.ones(1, 4))
-
-
-def test_a_part_of_a_model_that_is_gone_says_so() -> None:
-    run_ranks(_part, world_size=2)

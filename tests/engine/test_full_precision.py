@@ -15,7 +15,7 @@ import layerzero
 from layerzero import Codecs, PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
-from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +156,8 @@ def test_units_are_gathered_one_by_one_and_counted(shared_memory: str | None) ->
     run_ranks(_count, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _between(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_backward_may_come_after_it(rank: int) -> None:
     """Run a full-precision forward between a training forward and its backward; a forward updates buffers."""
     torch.manual_seed(0)
     plain = Net()
@@ -179,10 +180,6 @@ def _between(rank: int) -> None:
         assert torch.equal(ours, theirs.to(ours.dtype))
 
 
-def test_a_backward_may_come_after_it() -> None:
-    run_ranks(_between, world_size=WORLD)
-
-
 class _Failing(nn.Module):
     fails = False
 
@@ -196,7 +193,8 @@ class _Failing(nn.Module):
         return self.linear(x)
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> None:
     model = _shard(
         nn.Sequential(_Failing(), _Failing()),
         zero3_size=2,
@@ -264,10 +262,6 @@ def _refuse(rank: int) -> None:
     ema.update()
     with ema.swapped(), layerzero.full_precision(model), torch.no_grad():
         model(x)
-
-
-def test_what_it_cannot_do_is_refused_and_the_model_stays_usable() -> None:
-    run_ranks(_refuse, world_size=WORLD)
 
 
 def _gathered_on_one_rank(rank: int) -> str:

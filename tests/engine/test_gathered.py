@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from tests.support.launches import by_communicator, launches_of
 from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union
-from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -244,13 +244,10 @@ def test_so_they_are_in_each_way_to_use_a_weight(way: str) -> None:
     run_ranks(_several_settings, way, list(WAYS).index(way) % 2, 2, world_size=WORLD)
 
 
-def _recomputed_shared(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="auto")
+def test_a_recomputed_loss_reads_shared_weights(rank: int) -> None:
     for way in ("recomputed", "in_flight"):
         _same_as_alone(rank, way, tied=True)
-
-
-def test_a_recomputed_loss_reads_shared_weights() -> None:
-    run_sharing(_recomputed_shared, world_size=WORLD)
 
 
 # --- gathered memory over time ---
@@ -313,14 +310,11 @@ def _graph_goes_with_its_loss(rank: int) -> None:
         gc.enable()
 
 
-def _measured(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_weights_are_gathered_and_freed_where_they_should_be(rank: int) -> None:
     _counted(rank)
     _freed_in_the_backward(rank)
     _graph_goes_with_its_loss(rank)
-
-
-def test_weights_are_gathered_and_freed_where_they_should_be() -> None:
-    run_ranks(_measured, world_size=WORLD)
 
 
 def _launches(rank: int) -> list[dict[str, list[tuple[str, str]]]]:
@@ -348,7 +342,8 @@ def test_all_ranks_launch_in_one_order() -> None:
 # --- precision and compilation ---
 
 
-def _in_bf16(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_weights_are_in_the_compute_dtype_and_a_compiled_loss_takes_them(rank: int) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile inspects it
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(Net(tied=False), mp_policy=policy)
@@ -365,14 +360,11 @@ def _in_bf16(rank: int) -> None:
     assert not different(full_gradients(model), expected)
 
 
-def test_weights_are_in_the_compute_dtype_and_a_compiled_loss_takes_them() -> None:
-    run_ranks(_in_bf16, world_size=WORLD)
-
-
 # --- refusals and failures ---
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_would_change_weights_is_refused_and_old_graphs_are(rank: int) -> None:
     model = sharded(Net(tied=False))
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     average = layerzero.EMA(model)
@@ -427,10 +419,6 @@ def _refused(rank: int) -> None:
         assert torch.equal(loss_of(model, model(data[0]), data[1]), expected)
 
 
-def test_what_would_change_weights_is_refused_and_old_graphs_are() -> None:
-    run_ranks(_refused, world_size=WORLD)
-
-
 class _Failure(Exception):
     pass
 
@@ -439,7 +427,8 @@ def _fail(gradient: Tensor) -> None:
     raise _Failure
 
 
-def _failures(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_after_an_exception_the_model_goes_on(rank: int) -> None:
     net = Net(tied=False)
     for settings in ({}, {"reshard_after_forward": False}, {"size": 4, "reshard_after_forward": 2}):
         model = sharded(net, **settings)
@@ -466,10 +455,6 @@ def _failures(rank: int) -> None:
         theirs = copy.deepcopy(net)
         inside(theirs, union([batch(0, 0, r) for r in range(WORLD)]))
         assert not different(full_gradients(model), {name: p.grad for name, p in theirs.named_parameters()}), settings
-
-
-def test_after_an_exception_the_model_goes_on() -> None:
-    run_ranks(_failures, world_size=WORLD)
 
 
 def _not_on_all_ranks(rank: int) -> str:

@@ -35,7 +35,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 class Uneven(nn.Module):
@@ -92,7 +92,9 @@ def _replace(model: nn.Module) -> None:
         parameter.grad = None if parameter.grad is None else parameter.grad * 2
 
 
-def _write(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_gradients_written_by_hand_count_like_those_of_a_backward(rank: int) -> None:
     """Change gradients by hand. r: a backward outside no_sync; d, x: changes; s: a step on the sum over ranks."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for script in ("drd", "rdr", "rxr", "d", "drsrd", "rsdr"):
@@ -123,11 +125,8 @@ def _write(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
-    run_ranks(_write, world_size=WORLD)
-
-
-def _penalize(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_penalty_on_local_rows_is_a_part_of_the_loss(rank: int) -> None:
     """Add a penalty on this rank's rows to the loss; each row counts once."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         for inside_no_sync in (False, True):
@@ -147,11 +146,6 @@ def _penalize(rank: int) -> None:
                         one_pass(alone, r, step + 5)
                     layerzero.clip_grad_norm_(model, float("inf"))
             assert_same_gradients(model, alone, (settings, inside_no_sync))
-
-
-@pytest.mark.slow
-def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
-    run_ranks(_penalize, world_size=WORLD)
 
 
 class _Scaled(nn.Module):
@@ -181,7 +175,8 @@ PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
 }
 
 
-def _penalize_sharded(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out(rank: int) -> None:
     named_error = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
     for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
         model = layerzero.shard_model(_Scaled(), **settings)
@@ -217,11 +212,8 @@ def _penalize_sharded(rank: int) -> None:
         assert model.scale.grad.full_tensor() == 3
 
 
-def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out() -> None:
-    run_ranks(_penalize_sharded, world_size=2)
-
-
-def _penalize_in_one_process(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_one_process_may_do_as_it_likes(rank: int) -> None:
     alone, model = _Scaled(), _Scaled()
     model.load_state_dict(alone.state_dict())
     model = layerzero.shard_model(model, zero3_size=1)
@@ -236,11 +228,9 @@ def _penalize_in_one_process(rank: int) -> None:
     torch.testing.assert_close(model.o.weight.grad.full_tensor(), alone.o.weight.grad)
 
 
-def test_one_process_may_do_as_it_likes() -> None:
-    run_ranks(_penalize_in_one_process, world_size=1)
-
-
-def _penalize_while_accumulating(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_a_penalty_in_every_micro_batch(rank: int) -> None:
     """Add a penalty whose gradient autograd writes to ``.grad`` during a backward, after other gradients."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
@@ -255,11 +245,6 @@ def _penalize_while_accumulating(rank: int) -> None:
                     penalty = sum(p.square().sum() for p in alone.parameters())
                     (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
             assert_same_gradients(model, alone, (settings, pattern))
-
-
-@pytest.mark.slow
-def test_a_penalty_in_every_micro_batch() -> None:
-    run_ranks(_penalize_while_accumulating, world_size=WORLD)
 
 
 def _penalize_alone(model: nn.Module) -> None:
@@ -301,7 +286,20 @@ def _pass_alone(alone: nn.Module, step: int) -> None:
         _pass(alone, rank, step)
 
 
-def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MODES[:2],
+        pytest.param(({"size": 1}, {"offload": Offload(grads=True)}), marks=pytest.mark.exhaustive),
+        pytest.param(({"offload": Offload(optimizer=True)},), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+@on_ranks(world_size=WORLD)
+def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(
+    rank: int, settings: Sequence[dict[str, Any]]
+) -> None:
     warnings.filterwarnings("ignore", "offload_", UserWarning)  # its purpose on a CPU
     for each in settings:
         for name, (ask, times) in ASKS.items():
@@ -335,20 +333,6 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
             for parameter_name, parameter in alone.named_parameters():
                 ours = model.get_parameter(parameter_name).detach().full_tensor()
                 torch.testing.assert_close(ours, parameter.detach(), msg=f"{each}, {name}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        MODES[:2],
-        pytest.param(({"size": 1}, {"offload": Offload(grads=True)}), marks=pytest.mark.exhaustive),
-        pytest.param(({"offload": Offload(optimizer=True)},), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(settings: Any) -> None:
-    run_ranks(_ask_late, settings, world_size=WORLD)
 
 
 def _late(rank: int) -> tuple[nn.Module, nn.Module]:
@@ -452,7 +436,8 @@ def _hook_late(rank: int) -> None:
             assert called == expected, "also where this rank has not used it"
 
 
-def _hold(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_who_holds_a_gradient_sees_in_it_what_a_later_backward_has_added(rank: int) -> None:
     for settings in MODES:
         model = shard(blocks(3), **settings)
         for step in range(3):
@@ -464,11 +449,8 @@ def _hold(rank: int) -> None:
         assert seen and all(torch.equal(seen[n], model.get_parameter(n).grad.full_tensor()) for n in seen), settings
 
 
-def test_who_holds_a_gradient_sees_in_it_what_a_later_backward_has_added() -> None:
-    run_ranks(_hold, world_size=WORLD)
-
-
-def _edit_in_flight(rank: int) -> str:
+@on_ranks(world_size=WORLD)
+def test_an_edit_between_forward_and_backward_is_an_error(rank: int) -> str:
     for size in (1, 2, 4):
         model = shard(blocks(), size)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -482,11 +464,9 @@ def _edit_in_flight(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_edit_between_forward_and_backward_is_an_error() -> None:
-    run_ranks(_edit_in_flight, world_size=WORLD)
-
-
-def _backward_to_parts(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_a_backward_reaches_the_parameters_that_it_is_given(rank: int) -> None:
     """Pass the parameters of one unit to each backward pass, as in a loop for a GAN that is one model."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         torch.manual_seed(0)
@@ -530,11 +510,6 @@ def _backward_to_parts(rank: int) -> None:
         model.scale.requires_grad_(True)  # between the forward and the backward
         loss.backward(inputs=parameters)
         assert model.scale.grad is None and model.units[0].linear.weight.grad is not None
-
-
-@pytest.mark.slow
-def test_a_backward_reaches_the_parameters_that_it_is_given() -> None:
-    run_ranks(_backward_to_parts, world_size=WORLD)
 
 
 MISUSES: dict[str, Callable[[Chain, Tensor], Tensor]] = {

@@ -50,7 +50,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 MODES = ("sharded", "full", "local")
 CPU = torch.device("cpu")
@@ -117,7 +117,8 @@ def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
             transfers.wait(10**6)
 
 
-def _grows(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_a_slab_is_freed_after_its_last_use_on_another_stream(rank: int) -> None:
     """Replace a slab by a larger one while another stream still reads it."""
     with Device().installed() as device:
         side, allocator = Stream(), AccumulatorAllocator(CPU, DeviceCopies(CPU))
@@ -134,10 +135,6 @@ def _grows(rank: int) -> None:
         opened.fill_(2)  # the next owner of the freed memory
         device.current_stream().wait_stream(side)
         assert read.eq(1).all()
-
-
-def test_a_slab_is_freed_after_its_last_use_on_another_stream() -> None:
-    run_ranks(_grows, world_size=1)
 
 
 # The engine
@@ -191,7 +188,8 @@ def test_offloading_changes_no_bit_though_every_copy_is_late(world_size: int, si
     run_ranks(_same_bits, size, mode, world_size=world_size)
 
 
-def _without_waits(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_engine_that_does_not_wait_is_noticed(rank: int) -> None:
     settings = {"patterns": [(True, True, False)] * 2, "accumulation": "full"}
     expected, _ = _train(mesh_of(2), rank, **settings)
     with late(), mock.patch.object(_Slabs, "wait", lambda self, slab: None):
@@ -199,11 +197,10 @@ def _without_waits(rank: int) -> None:
     assert different(seen[0][0], expected[0][0]), "a missing wait is noticed"
 
 
-def test_an_engine_that_does_not_wait_is_noticed() -> None:
-    run_ranks(_without_waits, world_size=WORLD)
-
-
-def _odd_graphs(rank: int, setting: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["grads", pytest.param("optimizer", marks=pytest.mark.exhaustive)])
+@on_ranks(world_size=WORLD)
+def test_any_graph_can_be_offloaded(rank: int, setting: str) -> None:
     offload = Offload(**{setting: True})
     offload = Offload(**{setting: True})
     cases = {
@@ -223,13 +220,10 @@ def _odd_graphs(rank: int, setting: str) -> None:
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), offload=offload, **by_unit)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["grads", pytest.param("optimizer", marks=pytest.mark.exhaustive)])
-def test_any_graph_can_be_offloaded(setting: str) -> None:
-    run_ranks(_odd_graphs, setting, world_size=WORLD)
-
-
-def _recovers(rank: int, setting: str) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("setting", ["grads", "optimizer"])
+@on_ranks(world_size=WORLD)
+def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(rank: int, setting: str) -> None:
     def boom(*_: object) -> None:
         raise LookupError("boom")
 
@@ -256,13 +250,8 @@ def _recovers(rank: int, setting: str) -> None:
             assert not different(got, expected), mode
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("setting", ["grads", "optimizer"])
-def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: str) -> None:
-    run_ranks(_recovers, setting, world_size=WORLD)
-
-
-def _where_it_lies(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device(rank: int) -> None:
     for mode in ("sharded", "full"):  # "local" has no accumulators
         with late():
             model = shard(blocks(6), accumulation=mode, offload=Offload(grads=True))
@@ -296,11 +285,8 @@ def _where_it_lies(rank: int) -> None:
     assert measured["host_accumulator"] == measured["accumulator"] == 0 < measured["gradient_shard"]
 
 
-def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device() -> None:
-    run_ranks(_where_it_lies, world_size=WORLD)
-
-
-def _warns(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_without_a_device_there_is_one_warning(rank: int) -> None:
     with pytest.warns(
         UserWarning,
         match=r"^Offload\(grads=True\) on cpu: .* to free\. Results do not change\. Leave offload out$",
@@ -309,7 +295,3 @@ def _warns(rank: int) -> None:
     with warnings.catch_warnings(), late():
         warnings.simplefilter("error")
         shard(blocks(1), offload=Offload(grads=True))
-
-
-def test_without_a_device_there_is_one_warning() -> None:
-    run_ranks(_warns, world_size=2)

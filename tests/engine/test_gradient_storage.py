@@ -25,7 +25,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped by z (to None), k (to zeros) and
 # d (one parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
@@ -157,7 +157,8 @@ def test_the_usual_loop_moves_no_gradient(shared_memory: str) -> None:
     run_ranks(_usual_loop, shared_memory=shared_memory)
 
 
-def _keep_a_view(rank: int) -> None:
+@on_ranks()
+def test_a_kept_gradient_is_refused_inside_a_backward_and_shows_the_sum_after_it(rank: int) -> None:
     for mode in MODES:
         model, optimizer = prepare(mode)
         answers = []
@@ -172,7 +173,3 @@ def _keep_a_view(rank: int) -> None:
         assert torch.equal(kept.full_tensor(), alone([[0, 1]])[0].gradients["second.weight"]), mode
         assert torch.equal(kept.full_tensor(), model.second.weight.grad.full_tensor()), mode
         optimizer.zero_grad()
-
-
-def test_a_kept_gradient_is_refused_inside_a_backward_and_shows_the_sum_after_it() -> None:
-    run_ranks(_keep_a_view)

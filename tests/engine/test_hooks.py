@@ -32,7 +32,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import full_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 class _Product(torch.autograd.Function):
@@ -70,15 +70,12 @@ class Custom(nn.Module):
         return x + torch.tanh(_Product.apply(x, self.weight, self.keep))
 
 
-def _custom(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_an_autograd_function_may_keep_a_view_of_a_weight(rank: int) -> None:
     for keep in ("saved", "attribute", "detached slice"):
         for settings in MODES:
             compare(rank, keep, Case(lambda k=keep: Chain(Custom(k), Block(), Custom(k)), IN_FLIGHT), **settings)
-
-
-@pytest.mark.slow
-def test_an_autograd_function_may_keep_a_view_of_a_weight() -> None:
-    run_ranks(_custom, world_size=WORLD)
 
 
 # --- hooks on modules and tensors ---
@@ -118,7 +115,13 @@ def _log_tensors(model: nn.Module, log: Log) -> None:
         model.get_submodule(name).register_forward_hook(lambda m, args, output, n=name: watch(n, output))
 
 
-def _with_hooks(rank: int, when: str, attach: Callable[[nn.Module, Log], None]) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("attach", [_log_modules, _log_tensors])
+@on_ranks(world_size=WORLD)
+def test_module_and_tensor_hooks_fire_as_in_one_process(
+    rank: int, when: str, attach: Callable[[nn.Module, Log], None]
+) -> None:
     for settings in MODES:
         torch.manual_seed(0)
         alone, logs = blocks(), (Counter(), Counter())
@@ -141,13 +144,6 @@ def _with_hooks(rank: int, when: str, attach: Callable[[nn.Module, Log], None]) 
         assert logs[0] and {key: count * WORLD for key, count in logs[0].items()} == dict(logs[1]), (when, settings)
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("attach", [_log_modules, _log_tensors])
-def test_module_and_tensor_hooks_fire_as_in_one_process(when: str, attach: Callable[[nn.Module, Log], None]) -> None:
-    run_ranks(_with_hooks, when, attach, world_size=WORLD)
-
-
 # --- hooks on parameters ---
 
 
@@ -167,7 +163,10 @@ def _mask_rows(model: nn.Module, log: Log) -> list[RemovableHandle]:
     return handles
 
 
-def _mask(rank: int, when: str) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(world_size=WORLD)
+def test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed(rank: int, when: str) -> None:
     for settings in MODES:
         torch.manual_seed(0)
         alone, log = blocks(), Counter()
@@ -192,11 +191,8 @@ def _mask(rank: int, when: str) -> None:
 
 @pytest.mark.default_sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed(when: str) -> None:
-    run_ranks(_mask, when, world_size=WORLD)
-
-
-def _step_in_hooks(rank: int, when: str) -> None:
+@on_ranks(world_size=WORLD)
+def test_post_accumulate_hooks_see_final_gradients_once(rank: int, when: str) -> None:
     """Step in post-accumulate hooks, which see the final gradient: after a reducing backward or in step()."""
     for settings in MODES:
         torch.manual_seed(0)
@@ -227,17 +223,12 @@ def _step_in_hooks(rank: int, when: str) -> None:
         assert len(seen) == len(parameters)
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_post_accumulate_hooks_see_final_gradients_once(when: str) -> None:
-    run_ranks(_step_in_hooks, when, world_size=WORLD)
-
-
 def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-def _hook_parts(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_post_accumulate_hooks_fire_only_for_what_a_backward_reached(rank: int) -> None:
     """Run two backwards of two losses: a hook fires for the parameters of each."""
     for settings in MODES:
         torch.manual_seed(0)
@@ -254,14 +245,11 @@ def _hook_parts(rank: int) -> None:
         assert_same_gradients(model, alone, settings)
 
 
-def test_post_accumulate_hooks_fire_only_for_what_a_backward_reached() -> None:
-    run_ranks(_hook_parts, world_size=WORLD)
-
-
 # --- gradients of inputs, and of gradients ---
 
 
-def _differentiate_inputs(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gradients_of_inputs_by_autograd_grad(rank: int) -> None:
     """Compute gradients of inputs between training steps; gradients of parameters are unaffected."""
     for settings in MODES:
         torch.manual_seed(0)
@@ -278,10 +266,6 @@ def _differentiate_inputs(rank: int) -> None:
                 one_pass(alone, r, step)
         assert_same_gradients(model, alone, settings)
         assert layerzero.memory(model).measured["full_buffer"] == 0 or "reshard_after_forward" in settings
-
-
-def test_gradients_of_inputs_by_autograd_grad() -> None:
-    run_ranks(_differentiate_inputs, world_size=WORLD)
 
 
 def _differentiate_twice(rank: int) -> list[str]:
@@ -319,7 +303,8 @@ def _tagged(on_meta: bool) -> nn.Module:
     return model
 
 
-def _read_tags(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_attributes_of_parameters_are_kept(rank: int) -> None:
     """Read attributes of parameters in the forward, as code that tags them for optimizer groups does."""
     for on_meta in (False, True):
         model = _tagged(on_meta)
@@ -333,7 +318,3 @@ def _read_tags(rank: int) -> None:
         model.units[0].linear.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(m.weight.tags))
         model(batch(rank, 0))
         assert seen == [["kept"]]
-
-
-def test_attributes_of_parameters_are_kept() -> None:
-    run_ranks(_read_tags, world_size=WORLD)

@@ -17,7 +17,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import HyperparameterCheck
 from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -97,7 +97,8 @@ def test_another_class_of_optimizer_is_named_instead_of_its_fields() -> None:
         assert 'model: the class of the optimizer is "AdamW" on rank 0 and "SGD" on rank 1. Rows of' in text, text
 
 
-def _alike(rank: int) -> dict[str, int]:
+@on_ranks(world_size=WORLD)
+def test_equal_settings_cost_no_collective_and_raise_nothing(rank: int) -> dict[str, int]:
     """Cover schedulers, accumulation, skipped steps, and a replaced optimizer."""
     model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -118,20 +119,13 @@ def _alike(rank: int) -> dict[str, int]:
     return dict(layerzero.traffic(model).calls)
 
 
-def test_equal_settings_cost_no_collective_and_raise_nothing() -> None:
-    run_ranks(_alike, world_size=WORLD)
-
-
-def _same_in_other_forms(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_equal_settings_of_other_types_are_equal(rank: int) -> None:
     forms = [1, np.float64(1.0)] if rank else [1.0, torch.tensor(1.0)]
     for form, betas in zip(forms, ([0.5, 0.75], (0.5, 0.75)), strict=True):
         model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=form, betas=betas))  # noqa: B023
         for step in range(3):
             assert not _step(model, optimizer, rank, step)
-
-
-def test_equal_settings_of_other_types_are_equal() -> None:
-    run_ranks(_same_in_other_forms, world_size=2)
 
 
 _NONE, _ONE, _OTHER = bytes(16), bytes([1] * 8 + [254] * 8), bytes([2] * 8 + [253] * 8)

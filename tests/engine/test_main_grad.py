@@ -19,7 +19,7 @@ from layerzero import Offload
 from tests.support.late_threads import late_reductions, late_threads
 from tests.support.late_transfers import LateTransfers
 from tests.support.models import different, full_gradients
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -92,7 +92,9 @@ def shard(model: nn.Module, size: int = 2, **settings: Any) -> nn.Module:
     return layerzero.shard_model(model, mesh=mesh_of(size), units=Layer, **({"accumulation": "full"} | settings))
 
 
-def _adds_once(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_what_kernels_add_counts_once_in_every_micro_batch(rank: int) -> None:
     for size, early, offload in itertools.product((1, 2, 4), (False, True), (False, True)):
         if early and offload:
             continue
@@ -125,7 +127,9 @@ class Twice(nn.Module):
         return sum(checkpoint(layer, x * scale, use_reentrant=True) for layer in self.layers for scale in (1, 2))
 
 
-def _adds_in_parts(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_kernel_adds_only_after_the_late_reduction_of_an_earlier_part(rank: int) -> None:
     for offload in (False, True):
         with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
             model = shard(Twice(), offload=Offload(grads=offload))
@@ -133,16 +137,6 @@ def _adds_in_parts(rank: int) -> None:
             run(model, rank, 0, micro_batches=1)
         wrong = different(full_gradients(model), gradients_alone(Twice, 0, 1))
         assert not wrong, (offload, wrong)
-
-
-@pytest.mark.slow
-def test_a_kernel_adds_only_after_the_late_reduction_of_an_earlier_part() -> None:
-    run_ranks(_adds_in_parts, world_size=WORLD, shared_memory="off")
-
-
-@pytest.mark.slow
-def test_what_kernels_add_counts_once_in_every_micro_batch() -> None:
-    run_ranks(_adds_once, world_size=WORLD)
 
 
 class Tied(nn.Module):
@@ -158,7 +152,8 @@ class Tied(nn.Module):
         return self.second(self.first(x)) + x @ self.first.weight
 
 
-def _tied(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_weight_that_is_also_used_elsewhere(rank: int) -> None:
     model = layerzero.shard_model(Tied(), zero3_size=2, accumulation="full")
     for step in range(2):
         run(model, rank, step)
@@ -166,11 +161,8 @@ def _tied(rank: int) -> None:
         model.zero_grad()
 
 
-def test_a_weight_that_is_also_used_elsewhere() -> None:
-    run_ranks(_tied, world_size=WORLD)
-
-
-def _dropped(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_was_zeroed_or_only_looked_at_does_not_count(rank: int) -> None:
     model = shard(net())
     for step in range(2):
         with layerzero.no_sync(model):
@@ -191,11 +183,8 @@ def look_at_main_grad(module: nn.Module, _: object) -> None:
     assert module.weight.main_grad.shape == module.weight.shape
 
 
-def test_what_was_zeroed_or_only_looked_at_does_not_count() -> None:
-    run_ranks(_dropped, world_size=WORLD)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_cannot_be_counted_is_refused(rank: int) -> None:
     model = shard(net())
     model[1].raises_flag = False
     with pytest.raises(RuntimeError, match=r"main_grad of '1.weight' was written, but autograd received no gradient"):
@@ -215,11 +204,8 @@ def _refused(rank: int) -> None:
         offloaded(batch(rank, 0, 0))
 
 
-def test_what_cannot_be_counted_is_refused() -> None:
-    run_ranks(_refused, world_size=WORLD)
-
-
-def _keeps_other_attributes(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_the_main_grad_of_another_framework_is_forgotten(rank: int) -> None:
     model = net(2)
     model[0].weight.main_grad = torch.zeros(4, 4)  # of another framework
     model[0].weight.sequence_parallel = True
@@ -231,11 +217,8 @@ def _keeps_other_attributes(rank: int) -> None:
     assert not different(full_gradients(model), gradients_alone(lambda: net(2), 0, 3))
 
 
-def test_the_main_grad_of_another_framework_is_forgotten() -> None:
-    run_ranks(_keeps_other_attributes, world_size=WORLD)
-
-
-def _kept_too_long(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_view_that_was_kept_too_long_is_refused_and_failures_leave_nothing(rank: int) -> None:
     """Run a kernel that takes ``main_grad`` in its forward, with various calls before its backward."""
     for disturb in ("reduce", "zero", "fail"):
         model = shard(net())
@@ -271,7 +254,3 @@ def _kept_too_long(rank: int) -> None:
 
 def _boom(_: Tensor) -> None:
     raise LookupError("boom")
-
-
-def test_a_view_that_was_kept_too_long_is_refused_and_failures_leave_nothing() -> None:
-    run_ranks(_kept_too_long, world_size=WORLD)

@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,8 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def _edit_in_every_idiom(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_edit_in_every_idiom_shows_in_the_next_forward_of_all_replicas(rank: int) -> None:
     for size, dtype in SETTINGS:
         model, alone = _sharded(size=size, dtype=dtype), integer_net()
         saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -139,11 +140,8 @@ def _edit_in_every_idiom(rank: int) -> None:
         _assert_same(model, integer_net(), ("load_state_dict", size, dtype), dtype)
 
 
-def test_edit_in_every_idiom_shows_in_the_next_forward_of_all_replicas() -> None:
-    run_ranks(_edit_in_every_idiom, world_size=WORLD)
-
-
-def _edit_between_training_steps(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_edit_between_training_steps_is_kept_by_the_next_step(rank: int) -> None:
     for size in SIZES:
         model, alone = _sharded(size=size), integer_net()
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -161,11 +159,8 @@ def _edit_between_training_steps(rank: int) -> None:
             _assert_same(model, alone, (size, step))
 
 
-def test_edit_between_training_steps_is_kept_by_the_next_step() -> None:
-    run_ranks(_edit_between_training_steps, world_size=WORLD)
-
-
-def _mend_by_refresh(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_edit_on_one_rank_can_be_carried_by_refresh_on_all(rank: int) -> None:
     for size in SIZES:
         model = _sharded(size=size)
         _output(model)
@@ -176,10 +171,6 @@ def _mend_by_refresh(rank: int) -> None:
         alone.load_state_dict(full_parameters(model))
         assert different(dict(alone.named_parameters()), dict(integer_net().named_parameters())), size
         _assert_same(model, alone, size)
-
-
-def test_edit_on_one_rank_can_be_carried_by_refresh_on_all() -> None:
-    run_ranks(_mend_by_refresh, world_size=WORLD)
 
 
 def _edit_on_one_rank(rank: int, size: int, odd: int) -> str | None:
@@ -209,7 +200,8 @@ def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(
 # --- unsharded ---
 
 
-def _show_whole_parameters(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_unsharded_shows_whole_parameters_and_writes_back_only_if_asked(rank: int) -> None:
     for size, dtype in SETTINGS:
         model, alone = _sharded(size=size, dtype=dtype), integer_net()
         with layerzero.unsharded(model):
@@ -229,11 +221,8 @@ def _show_whole_parameters(rank: int) -> None:
         _assert_same(model, alone, (size, dtype), dtype)
 
 
-def test_unsharded_shows_whole_parameters_and_writes_back_only_if_asked() -> None:
-    run_ranks(_show_whole_parameters, world_size=WORLD)
-
-
-def _edit_differently(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_different_edits_on_different_ranks_are_refused_and_nothing_is_written(rank: int) -> None:
     for size in SIZES:
         model, alone = _sharded(size=size), integer_net()
 
@@ -254,11 +243,8 @@ def _edit_differently(rank: int) -> None:
         _assert_same(model, alone, size)
 
 
-def test_different_edits_on_different_ranks_are_refused_and_nothing_is_written() -> None:
-    run_ranks(_edit_differently, world_size=WORLD, pg_timeout=15)
-
-
-def _read_gradients(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_full_tensor_is_right_for_uneven_rows_and_ranks_without_rows(rank: int) -> None:
     for size in SIZES:
         model, alone = _sharded(Odd(), size), Odd()
         (model(torch.zeros(())) * (rank + 1)).backward()  # average over the ranks: 2.5
@@ -268,10 +254,6 @@ def _read_gradients(rank: int) -> None:
             assert ours.shape == theirs.shape and ours.grad.shape == theirs.shape, (size, name)
             assert torch.equal(ours.full_tensor(), theirs), (size, name)
             assert torch.equal(ours.grad.full_tensor(), theirs.grad), (size, name)
-
-
-def test_full_tensor_is_right_for_uneven_rows_and_ranks_without_rows() -> None:
-    run_ranks(_read_gradients, world_size=WORLD)
 
 
 DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -343,7 +325,8 @@ def _transformer(seed: int = 0) -> TiedTransformer:
     return model
 
 
-def _take_full_state(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_full_state_is_what_the_unsharded_model_would_save(rank: int) -> None:
     for size in SIZES:
         model, expected = _sharded(_transformer(), size), _transformer().state_dict()
         on_rank_0 = layerzero.full_state_dict(model)
@@ -359,11 +342,8 @@ def _take_full_state(rank: int) -> None:
         assert not different(fresh.state_dict(), expected), size
 
 
-def test_full_state_is_what_the_unsharded_model_would_save() -> None:
-    run_ranks(_take_full_state, world_size=WORLD)
-
-
-def _load_full_state(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_loaded_full_state_of_rank_0_shows_in_the_next_forward(rank: int) -> None:
     for size, dtype in SETTINGS:
         model, alone = _sharded(size=size, dtype=dtype), integer_net(seed=1)
         _output(model)
@@ -376,11 +356,8 @@ def _load_full_state(rank: int) -> None:
         assert model.head.weight is model.embedding.weight, size
 
 
-def test_loaded_full_state_of_rank_0_shows_in_the_next_forward() -> None:
-    run_ranks(_load_full_state, world_size=WORLD)
-
-
-def _load_a_bad_full_state(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_wrong_full_state_is_one_error_with_all_names_and_changes_nothing(rank: int) -> None:
     model = _sharded(_transformer(), 2)
     state = _transformer(seed=1).state_dict()
     del state["norm.weight"], state["count"]
@@ -390,10 +367,6 @@ def _load_a_bad_full_state(rank: int) -> None:
         assert re.search(rf"\b{name}\b", message), (name, message)
     state = layerzero.full_state_dict(model, rank0_only=False)
     assert not different(state, _transformer().state_dict())
-
-
-def test_wrong_full_state_is_one_error_with_all_names_and_changes_nothing() -> None:
-    run_ranks(_load_a_bad_full_state, world_size=WORLD, pg_timeout=15)
 
 
 def _save_and_load_with_torch(rank: int, path: str) -> None:

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import layerzero
 from tests.support.graphs import WORLD
 from tests.support.models import assert_close, full_gradients, full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +161,10 @@ def test_units_compiled_by_inductor_train_like_one_process() -> None:
 # --- autocast ---
 
 
-def _autocast(rank: int, inside: bool, outside: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("inside", "outside"), [(True, False), (False, True), (True, True)])
+@on_ranks(world_size=WORLD)
+def test_autocast_inside_and_outside_the_model(rank: int, inside: bool, outside: bool) -> None:
     for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": False}):
         torch.manual_seed(0)
         alone = Net(autocasts=inside)
@@ -185,16 +188,11 @@ def _autocast(rank: int, inside: bool, outside: bool) -> None:
         assert set(seen) == {torch.bfloat16}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("inside", "outside"), [(True, False), (False, True), (True, True)])
-def test_autocast_inside_and_outside_the_model(inside: bool, outside: bool) -> None:
-    run_ranks(_autocast, inside, outside, world_size=WORLD)
-
-
 # --- modes between steps ---
 
 
-def _interleave(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_modes_between_steps_leave_nothing_gathered_and_change_nothing(rank: int) -> None:
     torch.manual_seed(0)
     alone = Net()
     model = layerzero.shard_model(copy.deepcopy(alone), zero3_size=2, units={Layer})
@@ -216,7 +214,3 @@ def _interleave(rank: int) -> None:
     for ours, theirs in outputs:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert_close(full_parameters(model), dict(alone.named_parameters()), "afterwards")
-
-
-def test_modes_between_steps_leave_nothing_gathered_and_change_nothing() -> None:
-    run_ranks(_interleave, world_size=WORLD)

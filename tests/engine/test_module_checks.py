@@ -22,7 +22,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -77,7 +77,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], tuple[str, ...]]] = {
 }
 
 
-def _refuse(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_trainable_parameters_that_come_after_sharding_are_named_at_the_next_forward(rank: int) -> None:
     model = _tower()
     for name, (change, patterns) in REFUSED.items():
         model(_x()).sum().backward()
@@ -97,11 +98,8 @@ def _refuse(rank: int) -> None:
     model(_x()).sum().backward()
 
 
-def test_trainable_parameters_that_come_after_sharding_are_named_at_the_next_forward() -> None:
-    run_ranks(_refuse, world_size=2)
-
-
-def _ways_out(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_the_error_says_works(rank: int) -> None:
     """Freeze, ignore and add before sharding; training of the others continues."""
     model = _tower()
     model.teacher = nn.Linear(3, 3)
@@ -121,11 +119,8 @@ def _ways_out(rank: int) -> None:
     assert_same_bits(ours, alone, "extra")
 
 
-def test_what_the_error_says_works() -> None:
-    run_ranks(_ways_out, world_size=WORLD)
-
-
-def _legitimate(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_wrappers_hooks_and_what_has_no_trainable_parameters_may_come(rank: int) -> None:
     model = _tower()
     changes: list[Callable[[], object]] = [
         lambda: setattr(model, "act", nn.ReLU()),
@@ -147,10 +142,6 @@ def _legitimate(rank: int) -> None:
         torch._dynamo.reset()
 
 
-def test_wrappers_hooks_and_what_has_no_trainable_parameters_may_come() -> None:
-    run_ranks(_legitimate, world_size=2)
-
-
 class Shorter(IntegerNet):
     """May skip its second branch."""
 
@@ -165,7 +156,8 @@ def _shorter() -> Shorter:
     return net
 
 
-def _remove(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_module_that_goes_is_a_module_that_is_not_used(rank: int) -> None:
     for size in (1, 2, 4):
         for units in (IntegerNet.UNITS, None):
             ours, alone = layerzero.shard_model(_shorter(), mesh=mesh_of(size), units=units), _shorter()
@@ -175,10 +167,6 @@ def _remove(rank: int) -> None:
             ours.second = alone.second = None
             in_lockstep(rank, (ours, optimizer), (alone, theirs), [1, 2])
             assert_same_bits(ours, alone, f"{size} {units}")
-
-
-def test_a_module_that_goes_is_a_module_that_is_not_used() -> None:
-    run_ranks(_remove, world_size=WORLD)
 
 
 def _remove_on_one(rank: int, size: int) -> str:

@@ -25,7 +25,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -68,7 +68,8 @@ def _accumulate(
         optimizer.zero_grad()
 
 
-def _methods(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_the_model_has_no_sync_as_under_ddp_and_fsdp2(rank: int) -> None:
     net = integer_net()
     alone = exact_sgd(net.parameters())
     for step in range(2):
@@ -102,16 +103,13 @@ def _methods(rank: int) -> None:
             attempt(model)
 
 
-def test_the_model_has_no_sync_as_under_ddp_and_fsdp2() -> None:
-    run_ranks(_methods, world_size=WORLD)
-
-
 class _OwnNoSync(IntegerNet):
     def no_sync(self) -> str:
         return "its own"
 
 
-def _keep(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so(rank: int) -> None:
     with _Heard() as heard:
         model = layerzero.shard_model(_OwnNoSync(), mesh=mesh_of(2))
     assert model.no_sync() == "its own"
@@ -121,10 +119,6 @@ def _keep(rank: int) -> None:
         backward(model, rank)
     with pytest.raises(RuntimeError, match="no_sync"):
         _ = model.shift.grad + 0
-
-
-def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so() -> None:
-    run_ranks(_keep, world_size=WORLD)
 
 
 # --- the hint ---
@@ -168,7 +162,9 @@ def _other_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
 
 
-def _listen(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_who_reduces_every_micro_batch_hears_of_it_once(rank: int) -> None:
     cases = {
         "plain": (_plain, {}, 1),
         "plain, ZeRO-1": (_plain, {"zero3_size": 1}, 1),
@@ -186,8 +182,3 @@ def _listen(rank: int) -> None:
                 loop(model, optimizer, rank)
         assert len(heard) == (expected if rank == 0 else 0), (name, heard)
         assert all("followed 2 backward passes" in text and "no_sync(model)" in text for text in heard), heard
-
-
-@pytest.mark.slow
-def test_who_reduces_every_micro_batch_hears_of_it_once() -> None:
-    run_ranks(_listen, world_size=WORLD)

@@ -24,7 +24,7 @@ from tests.optimizers.test_offload_optimizer import LOW, MODES, WORLD, _shard, _
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,9 @@ def test_post_forward_shards_and_encoded_gathers_come_from_the_host_too() -> Non
     run_ranks(_same_bits, 4, "sharded", GATHER_SETTINGS, world_size=WORLD)
 
 
-def _on_a_device(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks()
+def test_streams_of_a_device_order_every_copy_of_weights(rank: int) -> None:
     register()
     for size, others in itertools.product((1, 2), ({}, {"offload": Offload(grads=True, optimizer=True)})):
         for mode in MODES if size == 2 else ("sharded",):
@@ -109,12 +111,8 @@ def _on_a_device(rank: int) -> None:
                 assert report.measured["zero3_shard"] == 0 < report.measured["host_zero3_shard"]
 
 
-@pytest.mark.exhaustive
-def test_streams_of_a_device_order_every_copy_of_weights() -> None:
-    run_ranks(_on_a_device)
-
-
-def _where(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_memory_of_weights_in_the_host_is_predicted(rank: int) -> None:
     for size, others in itertools.product((1, 2, 4), ({}, {"offload": Offload(optimizer=True)}, {"mp_policy": LOW})):
         with late():
             model = _shard(size, **_with_params(others))
@@ -128,10 +126,6 @@ def _where(rank: int) -> None:
         kinds = {kind: n for kind, n in report.measured.items() if not kind.endswith("optimizer")}
         assert kinds == report.predicted, (size, others, report)
         assert report.measured_peak == report.predicted_peak, (size, others, report)
-
-
-def test_memory_of_weights_in_the_host_is_predicted() -> None:
-    run_ranks(_where, world_size=WORLD)
 
 
 def _goes_on_elsewhere(rank: int, folder: Path) -> None:
@@ -177,7 +171,8 @@ def test_checkpoints_averages_and_fingerprints_do_not_care_where_weights_are(tmp
     run_ranks(_goes_on_elsewhere, tmp_path, world_size=WORLD)
 
 
-def _matrices(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_owners_of_whole_parameters_refresh_weights_in_the_host(rank: int) -> None:
     seen = []
     for settings in ({}, {"offload": Offload(params=True)}):
         with late():
@@ -188,11 +183,8 @@ def _matrices(rank: int) -> None:
     assert not different(*seen)
 
 
-def test_owners_of_whole_parameters_refresh_weights_in_the_host() -> None:
-    run_ranks(_matrices, world_size=WORLD)
-
-
-def _shared(rank: int) -> None:
+@on_ranks(world_size=2, shared_memory="auto")
+def test_ranks_that_share_memory_have_their_weights_there(rank: int) -> None:
     expected = _trained(_shard(2), rank, range(2))
     with pytest.warns(
         UserWarning,
@@ -207,11 +199,8 @@ def _shared(rank: int) -> None:
     assert kinds == report.predicted and report.measured_peak == report.predicted_peak, report
 
 
-def test_ranks_that_share_memory_have_their_weights_there() -> None:
-    run_sharing(_shared, world_size=2)
-
-
-def _chosen(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_settings_of_host_memory_are_checked_and_warn_on_the_cpu(rank: int) -> None:
     with pytest.raises(TypeError, match="params must be a bool"):
         Offload(params="yes")
     with pytest.raises(TypeError, match="pin_memory must be a bool"):
@@ -226,10 +215,6 @@ def _chosen(rank: int) -> None:
         model = _shard(2, offload=Offload(grads=True, params=True, pin_memory=False))
     expected = _trained(_shard(2), rank, range(2))
     _assert_same(_trained(model, rank, range(2)), expected, "not pinned")
-
-
-def test_settings_of_host_memory_are_checked_and_warn_on_the_cpu() -> None:
-    run_ranks(_chosen, world_size=2)
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])

@@ -12,7 +12,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.launches import Event, launches_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,8 @@ def _place(events: Sequence[Event], start: int = 0, **wanted: str) -> int:
     raise AssertionError(f"no {wanted} after event {start}")
 
 
-def _check(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_collectives_run_behind_the_computation_of_other_units(rank: int) -> None:
     for mode in ("sharded", "full"):
         events = _steps(rank, accumulation=mode)
         names = [f"units.{index}" for index in range(UNITS)]
@@ -81,15 +82,8 @@ def _last_backward(events: Sequence[Event], before: int) -> int:
     )
 
 
-def test_collectives_run_behind_the_computation_of_other_units() -> None:
-    run_ranks(_check, world_size=WORLD, shared_memory="off")
-
-
-def _comms(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_gathers_reductions_and_the_replica_axis_have_a_communicator_each(rank: int) -> None:
     mesh_info = get_state(shard(blocks(1))).mesh_info
     groups = [comm.group for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm)]
     assert len({id(group) for group in groups}) == 3, "none queues behind another"
-
-
-def test_gathers_reductions_and_the_replica_axis_have_a_communicator_each() -> None:
-    run_ranks(_comms, world_size=WORLD)

@@ -36,7 +36,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import full_gradients, full_parameters
-from tests.support.ranks import every_nth_setting, mesh_of, run_ranks
+from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 
 FP64 = torch.float64
 
@@ -62,7 +62,9 @@ class Strided(nn.Module):
         return x + torch.tanh(self.plain(F.linear(x, self.turned))) * curved
 
 
-def _strided(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_strides_of_parameters_are_kept_in_compute(rank: int) -> None:
     torch.manual_seed(0)
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         model = Chain(Strided(), Block(), Strided())
@@ -76,12 +78,8 @@ def _strided(rank: int) -> None:
         assert torch.equal(whole, model.get_parameter(name)), name
 
 
-@pytest.mark.slow
-def test_strides_of_parameters_are_kept_in_compute() -> None:
-    run_ranks(_strided, world_size=WORLD)
-
-
-def _edit_strided(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_edit_of_a_gathered_weight_with_strides_of_its_own_is_noticed(rank: int) -> None:
     model = layerzero.shard_model(Chain(Strided()), zero3_size=2, units={Strided})
 
     def edit(module: nn.Module, args: Any) -> None:
@@ -91,10 +89,6 @@ def _edit_strided(rank: int) -> None:
     model.units[0].register_forward_pre_hook(edit)
     with pytest.raises(RuntimeError, match="changed in place"):
         model(batch(rank, 0))
-
-
-def test_an_edit_of_a_gathered_weight_with_strides_of_its_own_is_noticed() -> None:
-    run_ranks(_edit_strided, world_size=WORLD)
 
 
 class Small(nn.Module):
@@ -115,16 +109,13 @@ class Small(nn.Module):
         return torch.tanh(x * self.row + self.one + self.two.sum() + nothing)
 
 
-def _small(rank: int, stride: int) -> None:
+@every_nth_setting(3)
+@on_ranks(world_size=WORLD)
+def test_fewer_rows_than_ranks_and_no_elements(rank: int, stride: int) -> None:
     chains = (lambda: Chain(Small(), own=False), lambda: Chain(Small(), Block(), Small()))
     cases = [*itertools.product(chains, (*MODES, {"size": 1}, {"size": 4}, {"units": None}))]
     for make, settings in cases[::stride]:
         compare(rank, "small", Case(make, IN_FLIGHT), **settings)
-
-
-@every_nth_setting(3)
-def test_fewer_rows_than_ranks_and_no_elements(stride: int) -> None:
-    run_ranks(_small, stride, world_size=WORLD)
 
 
 # --- sums instead of means ---
@@ -184,7 +175,8 @@ def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
     run_ranks(_factors, world, world_size=world)
 
 
-def _factor_of_a_unit(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_unit_may_have_its_own_divide_factor(rank: int) -> None:
     model = shard(blocks(2))
     one_pass(model, rank, 0)
     expected = full_gradients(model)
@@ -200,11 +192,8 @@ def _factor_of_a_unit(rank: int) -> None:
         model.set_gradient_divide_factor(1.0)
 
 
-def test_a_unit_may_have_its_own_divide_factor() -> None:
-    run_ranks(_factor_of_a_unit, world_size=WORLD)
-
-
-def _factors_differ(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_divide_factors_that_differ_between_ranks_are_refused(rank: int) -> None:
     model = shard(blocks(2))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     model.set_gradient_divide_factor(2.0 if rank == 1 else 1.0)
@@ -214,10 +203,6 @@ def _factors_differ(rank: int) -> None:
             one_pass(model, rank, step)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_divide_factors_that_differ_between_ranks_are_refused() -> None:
-    run_ranks(_factors_differ, world_size=WORLD)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "4", True])
@@ -246,7 +231,8 @@ class Buffered(nn.Module):
         return x + self.norm(self.linear(x) * self.angles.to(x.dtype))
 
 
-def _buffers(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_buffers_are_left_alone_or_cast_once(rank: int) -> None:
     for settings in MODES:
         compare(rank, "buffers", Case(lambda: Chain(Buffered(), Block(), Buffered())), **settings)
     model = shard(Chain(Buffered(rank)))
@@ -262,10 +248,6 @@ def _buffers(rank: int) -> None:
     assert {unit.angles.dtype, unit.scratch.dtype, unit.norm.running_mean.dtype} == {torch.bfloat16}
     assert unit.table.dtype == torch.int32 and unit.norm.num_batches_tracked.dtype == torch.int64
     assert torch.equal(unit.angles, Buffered().angles.bfloat16())
-
-
-def test_buffers_are_left_alone_or_cast_once() -> None:
-    run_ranks(_buffers, world_size=WORLD)
 
 
 # --- the meta device ---

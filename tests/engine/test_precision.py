@@ -28,7 +28,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
@@ -127,7 +127,9 @@ def _train_sharded(
         yield gradients, full_parameters(model)
 
 
-def _compare_integers(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_integers_train_exactly_as_by_hand_in_every_reduce_dtype(rank: int) -> None:
     expected = list(_train_by_hand(integer_net(), steps=1, micro_batches=2))
     for size in SIZES:
         for accumulation in ACCUMULATIONS:
@@ -142,12 +144,9 @@ def _compare_integers(rank: int) -> None:
                     assert not different(masters, masters_by_hand), case
 
 
-@pytest.mark.slow
-def test_integers_train_exactly_as_by_hand_in_every_reduce_dtype() -> None:
-    run_ranks(_compare_integers, world_size=WORLD)
-
-
-def _compare_smooth(rank: int) -> None:
+@pytest.mark.exhaustive
+@on_ranks(world_size=WORLD)
+def test_training_follows_the_one_by_hand_within_bf16_rounding(rank: int) -> None:
     expected = list(_train_by_hand(Smooth(), steps=3, micro_batches=2))
     for size in SIZES:
         for accumulation in ACCUMULATIONS:
@@ -163,15 +162,12 @@ def _compare_smooth(rank: int) -> None:
                             assert error <= (first if step == 0 else later), (case, error)
 
 
-@pytest.mark.exhaustive
-def test_training_follows_the_one_by_hand_within_bf16_rounding() -> None:
-    run_ranks(_compare_smooth, world_size=WORLD)
-
-
 # --- updates below the resolution of bf16 ---
 
 
-def _make_tiny_updates(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight(rank: int) -> None:
     for size, dtype in ((1, FP32), (2, BF16)):
         model = _sharded(Scale(1, 1, 1, 1, 1, dtype=dtype), size, param_dtype=BF16)
         optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-16), model)
@@ -185,11 +181,6 @@ def _make_tiny_updates(rank: int) -> None:
                 assert (model.weight.full_tensor() == 1 - 2**-16).all(), size
         assert (model.weight.full_tensor() == 1 - 2**-8).all(), size
         assert (model() == 1 - 2**-8).all(), size
-
-
-@pytest.mark.slow
-def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight() -> None:
-    run_ranks(_make_tiny_updates, world_size=WORLD)
 
 
 # --- the dtypes of the two reductions ---
@@ -216,7 +207,9 @@ COLLECTIVES = [
 ]
 
 
-def _reduce(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_reductions_use_the_dtypes_asked_for(rank: int) -> None:
     for accumulation in ACCUMULATIONS:
         for size, reduce_dtype, replica_reduce_dtype, allowed in COLLECTIVES:
             case = (accumulation, size, reduce_dtype, replica_reduce_dtype)
@@ -242,11 +235,6 @@ def _reduce(rank: int) -> None:
             hop2_bytes = (BF16 if accumulation == "local" and size == 1 else hop2_dtype).itemsize
             assert sent.get("hop1", 0) == 16 * (size - 1) // size * hop1_bytes, (case, sent)
             assert sent.get("hop2", 0) == 16 // size * (WORLD // size - 1) // (WORLD // size) * hop2_bytes, (case, sent)
-
-
-@pytest.mark.slow
-def test_reductions_use_the_dtypes_asked_for() -> None:
-    run_ranks(_reduce, world_size=WORLD, shared_memory="off")
 
 
 def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
@@ -340,7 +328,8 @@ class Probes(nn.Module):
         return {"parts": (self.outer(first), index), "text": "unchanged"}
 
 
-def _cast(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_inputs_are_cast_if_asked_and_outputs_to_the_output_dtype(rank: int) -> None:
     for size in SIZES:
         for cast_inputs in (True, False):
             for output_dtype in (None, FP32, FP64):
@@ -367,14 +356,11 @@ def _cast(rank: int) -> None:
                 assert x.grad.dtype == FP32 and (x.grad == 1).all(), case
 
 
-def test_inputs_are_cast_if_asked_and_outputs_to_the_output_dtype() -> None:
-    run_ranks(_cast, world_size=WORLD)
-
-
 # --- masters of models in other dtypes ---
 
 
-def _keep_fp64(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_fp64_model_keeps_fp64_masters(rank: int) -> None:
     for size in SIZES:
         model, alone = _sharded(Smooth().double(), size), Smooth().double()
         optimizer, optimizer_alone = _sgd(model), torch.optim.SGD(alone.parameters(), lr=LR, momentum=MOMENTUM)
@@ -392,11 +378,8 @@ def _keep_fp64(rank: int) -> None:
             torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-14)
 
 
-def test_fp64_model_keeps_fp64_masters() -> None:
-    run_ranks(_keep_fp64, world_size=WORLD)
-
-
-def _promote_masters(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_low_precision_model_gets_fp32_masters_and_computes_as_before(rank: int) -> None:
     for size in SIZES:
         for dtype in (BF16, torch.float16):
             original = Smooth().to(dtype)
@@ -410,11 +393,9 @@ def _promote_masters(rank: int) -> None:
             assert not different(state, {name: value.float() for name, value in original.state_dict().items()}), size
 
 
-def test_low_precision_model_gets_fp32_masters_and_computes_as_before() -> None:
-    run_ranks(_promote_masters, world_size=WORLD)
-
-
-def _freeze(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_bytes(rank: int) -> None:
     third = torch.tensor([1 / 3, 2 / 3, 1 + 2**-20, 5.0, 7.0], dtype=FP64)  # not representable in a smaller dtype
     for size in SIZES:
         for dtype in (BF16, FP32, FP64):
@@ -438,11 +419,6 @@ def _freeze(rank: int) -> None:
                 assert all(p.grad is not None for name, p in parameters.items() if name not in frozen), case
                 rows = sum(p.to_local().numel() for name, p in parameters.items() if name not in frozen)
                 assert layerzero.memory(model).measured["optimizer"] == 4 * rows, case
-
-
-@pytest.mark.slow
-def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_bytes() -> None:
-    run_ranks(_freeze, world_size=WORLD)
 
 
 class _Float8Product(torch.autograd.Function):
@@ -483,7 +459,8 @@ def _float8_batch(rank: int) -> Tensor:
     return torch.randn(32, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def _float8(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_layers_that_compute_in_float8_train_as_in_one_process(rank: int) -> None:
     alone, momentum = Float8Net(), {"lr": 1.0, "momentum": MOMENTUM}
     theirs = torch.optim.SGD(alone.parameters(), **momentum)
     wanted, losses = [], []
@@ -514,7 +491,3 @@ def _float8(rank: int) -> None:
             optimizer.zero_grad()
             wrong = different(full_parameters(model), expected)
             assert not wrong, f"S={size}, step {step}: {wrong}"
-
-
-def test_layers_that_compute_in_float8_train_as_in_one_process() -> None:
-    run_ranks(_float8, world_size=WORLD)

@@ -26,7 +26,7 @@ from tests.sharding.test_expert_parallel import integer_batch, integer_loss, sha
 from tests.support.expert_programs import Expert, ExpertNet, expert_mesh_of, expert_units, experts_mesh
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 COUNT = 6
@@ -48,7 +48,8 @@ def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
     return ahead
 
 
-def _prefetch(rank: int) -> None:
+@on_ranks()
+def test_a_backward_gathers_ahead_where_units_of_two_meshes_follow_each_other(rank: int) -> None:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     rest = layerzero.init_mesh(2)
     names = [str(index) for index in range(COUNT)]
@@ -60,11 +61,9 @@ def _prefetch(rank: int) -> None:
             assert _gathered_ahead(model) == expected, apart
 
 
-def test_a_backward_gathers_ahead_where_units_of_two_meshes_follow_each_other() -> None:
-    run_ranks(_prefetch)
-
-
-def _memory(rank: int) -> None:
+@needs_caching
+@on_ranks()
+def test_memory_is_as_predicted_with_several_meshes(rank: int) -> None:
     for expert_size, size in ((2, 4), (2, 2), (1, 2)):
         model, optimizer = shard(2, size, expert_size=expert_size)
         for step in range(3):
@@ -84,11 +83,6 @@ def _memory(rank: int) -> None:
             optimizer.zero_grad()
         report = layerzero.memory(model)
         assert {key: report.measured[key] for key in report.predicted} == report.predicted, (kind, ep, report)
-
-
-@needs_caching
-def test_memory_is_as_predicted_with_several_meshes() -> None:
-    run_ranks(_memory)
 
 
 class Experts(nn.Module):

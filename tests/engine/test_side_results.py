@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import layerzero
-from tests.support.ranks import every_nth_setting, mesh_of, run_ranks
+from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 RUNS = [(size, shared) for size in (1, 2, 4) for shared in ("off", None)]
@@ -126,7 +126,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _change_views(rank: int, size: int, stride: int) -> None:
+@every_nth_setting(5)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks(world_size=WORLD)
+def test_a_view_that_a_unit_returns_may_be_changed_in_place(rank: int, size: int, stride: int) -> None:
     settings = [*itertools.product(VIEWS.items(), ("", "bias", "layer"), (0, 1))]
     for (kind, view), frozen, prefetch in settings[::stride]:
         torch.manual_seed(0)
@@ -138,12 +141,6 @@ def _change_views(rank: int, size: int, stride: int) -> None:
             _train(rank, alone, {ViewLayer}, lambda net, x: net(x).square().mean(), size, prefetch=prefetch)
         except Exception as error:
             raise AssertionError(f"{kind}, frozen: {frozen}, prefetch={prefetch}") from error
-
-
-@every_nth_setting(5)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_view_that_a_unit_returns_may_be_changed_in_place(size: int, stride: int) -> None:
-    run_ranks(_change_views, size, stride, world_size=WORLD)
 
 
 def _loss_with_auxiliary(net: nn.Module, x: Tensor) -> Tensor:
@@ -183,7 +180,10 @@ class Changed(Net):
         return self.head(x.relu_())
 
 
-def _change_outputs(rank: int, size: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks(world_size=WORLD)
+def test_callers_change_and_hook_outputs_that_have_side_results(rank: int, size: int) -> None:
     seen: list[str] = []
     torch.manual_seed(0)
     alone = Changed(seen).double()
@@ -196,13 +196,8 @@ def _change_outputs(rank: int, size: int) -> None:
     assert not hidden.detach_().requires_grad  # as in truncated backpropagation through time
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_callers_change_and_hook_outputs_that_have_side_results(size: int) -> None:
-    run_ranks(_change_outputs, size, world_size=WORLD)
-
-
-def _return_inputs(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_unit_that_creates_no_node_returns_its_input(rank: int) -> None:
     model = layerzero.shard_model(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), mesh=mesh_of(2))
     same = layerzero.shard_model(Same(), mesh=mesh_of(2))
     x = model(torch.randn(3, 8))
@@ -216,10 +211,6 @@ class Same(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-def test_a_unit_that_creates_no_node_returns_its_input() -> None:
-    run_ranks(_return_inputs, world_size=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,15 +270,12 @@ class Table(nn.Module):
         return self.head(self.body(h)) + bias
 
 
-def _read_without_saving(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(world_size=WORLD)
+def test_gathered_weights_of_which_nothing_is_saved_get_gradients(rank: int, size: int) -> None:
     torch.manual_seed(0)
     alone = Table().double()
     _train(rank, alone, ["positions", "body", "head"], lambda net, x: net(x).square().mean(), size)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_gathered_weights_of_which_nothing_is_saved_get_gradients(size: int) -> None:
-    run_ranks(_read_without_saving, size, world_size=WORLD)
 
 
 class Odd(nn.Module):
@@ -356,7 +344,10 @@ def _stored_loss(net: nn.Module, x: Tensor) -> Tensor:
     return inner.losses[0] if "list" in inner.kind else inner.loss
 
 
-def _store_losses(rank: int, size: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks(world_size=WORLD)
+def test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process(rank: int, size: int) -> None:
     for make, kind, units in (
         (Silent, "none", None),
         (Silent, "list", None),
@@ -370,12 +361,6 @@ def _store_losses(rank: int, size: int) -> None:
     ):
         torch.manual_seed(0)
         _train(rank, make(kind).double(), units, _stored_loss, size)
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process(size: int) -> None:
-    run_ranks(_store_losses, size, world_size=WORLD)
 
 
 class Queries(nn.Module):
@@ -451,7 +436,8 @@ class Policy(Queries):
         return torch.distributions.Normal(self.weight, self.weight.detach().square() + 1)
 
 
-def _return_in_an_object(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_parameter_in_an_object_is_an_error(rank: int) -> None:
     model = layerzero.shard_model(
         nn.Sequential(Policy("")), mesh=mesh_of(2), units={Policy}, reshard_after_forward=False
     )
@@ -460,10 +446,6 @@ def _return_in_an_object(rank: int) -> None:
     model = layerzero.shard_model(nn.Sequential(Policy("")), mesh=mesh_of(2), units={Policy})
     with pytest.raises(RuntimeError, match=r"whose memory is freed after the forward\. Return a copy"):
         model[0]()
-
-
-def test_a_parameter_in_an_object_is_an_error() -> None:
-    run_ranks(_return_in_an_object, world_size=2)
 
 
 class Block(nn.Module):

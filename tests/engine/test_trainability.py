@@ -32,7 +32,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import full_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -95,14 +95,11 @@ CASES: dict[str, Case] = {
 }
 
 
-def _compare_sizes(rank: int, name: str) -> None:
-    compare(rank, name, CASES[name], *MODES, {"size": 1}, {"size": 4})
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_frozen_and_unfrozen_trains_like_one_process(name: str) -> None:
-    run_ranks(_compare_sizes, name, world_size=WORLD)
+@on_ranks(world_size=WORLD)
+def test_what_is_frozen_and_unfrozen_trains_like_one_process(rank: int, name: str) -> None:
+    compare(rank, name, CASES[name], *MODES, {"size": 1}, {"size": 4})
 
 
 def _traffic_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, int]:
@@ -113,7 +110,8 @@ def _traffic_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
     return layerzero.traffic(model).calls
 
 
-def _freeze_to_save_traffic(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_what_is_frozen_is_not_reduced_or_refreshed(rank: int) -> None:
     model = shard(blocks())
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     units = 4  # three blocks and the root
@@ -124,10 +122,6 @@ def _freeze_to_save_traffic(rank: int) -> None:
             calls = _traffic_of(model, optimizer, rank)
         assert [calls.get(name, 0) for name in ("hop1", "hop2", "refresh")] == [trained] * 3, (frozen, calls)
         assert calls["gather"] <= 2 * units
-
-
-def test_what_is_frozen_is_not_reduced_or_refreshed() -> None:
-    run_ranks(_freeze_to_save_traffic, world_size=WORLD, shared_memory="off")
 
 
 def _keep_pending_gradients(rank: int) -> list[Any]:
@@ -145,7 +139,8 @@ def _keep_pending_gradients(rank: int) -> list[Any]:
     return [sorted(gradients), gradients["units.0.linear.weight"]]
 
 
-def _freeze_before_the_step(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_is_frozen_between_backward_and_step_is_stepped_and_refreshed(rank: int) -> None:
     """Freeze after the backward: the gradient stays, and the step still updates the parameter."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         torch.manual_seed(0)
@@ -167,11 +162,8 @@ def _freeze_before_the_step(rank: int) -> None:
         torch.testing.assert_close(model(batch(0, 5)), alone(batch(0, 5)), rtol=1e-10, atol=1e-12)
 
 
-def test_what_is_frozen_between_backward_and_step_is_stepped_and_refreshed() -> None:
-    run_ranks(_freeze_before_the_step, world_size=WORLD)
-
-
-def _average_what_is_unfrozen(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_average_takes_in_what_is_unfrozen(rank: int) -> None:
     model = shard(freeze(blocks(), "units.0"))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     ema = layerzero.EMA(model, decay=0.5)
@@ -188,11 +180,8 @@ def _average_what_is_unfrozen(rank: int) -> None:
         assert not torch.equal(model.units[0].linear.weight.full_tensor(), trained)
 
 
-def test_an_average_takes_in_what_is_unfrozen() -> None:
-    run_ranks(_average_what_is_unfrozen, world_size=WORLD)
-
-
-def _freeze_what_some_ranks_used(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_freezing_what_only_some_ranks_have_used_is_agreed_upon(rank: int) -> None:
     """Freeze inside no_sync, where no rank knows which parameters the others have used."""
     for settings in MODES:
         torch.manual_seed(0)
@@ -212,10 +201,6 @@ def _freeze_what_some_ranks_used(rank: int) -> None:
         for r in range(WORLD):
             one_pass(alone, r, 1)
         assert_same_gradients(model, alone, settings)
-
-
-def test_freezing_what_only_some_ranks_have_used_is_agreed_upon() -> None:
-    run_ranks(_freeze_what_some_ranks_used, world_size=WORLD)
 
 
 def test_gradients_from_before_a_freeze_are_not_lost() -> None:
@@ -297,16 +282,14 @@ def _freeze_in_flight(model: nn.Module, rank: int, step: int) -> None:
     second.backward()
 
 
-def _compare_frozen_in_flight(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does(rank: int) -> None:
     for settings in MODES:
         compare(rank, "frozen in flight", Case(blocks, _freeze_in_flight), **settings)
 
 
-def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does() -> None:
-    run_ranks(_compare_frozen_in_flight, world_size=WORLD)
-
-
-def _too_coarse(rank: int) -> None:
+@on_ranks()
+def test_what_is_too_coarse_to_train_leaves_the_rest_as_it_was(rank: int) -> None:
     """Freeze everything and unfreeze everything, with frozen layers before or after trainable ones."""
     for first in (torch.float32, torch.bfloat16):
         other = torch.bfloat16 if first is torch.float32 else torch.float32
@@ -335,7 +318,3 @@ def _too_coarse(rank: int) -> None:
         for name, parameter in model.named_parameters():
             moved = not torch.equal(parameter.full_tensor().float(), exact[name].float())
             assert moved != name.startswith(coarse), name
-
-
-def test_what_is_too_coarse_to_train_leaves_the_rest_as_it_was() -> None:
-    run_ranks(_too_coarse)

@@ -32,7 +32,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import OptionalBias
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -72,18 +72,15 @@ def _mixture() -> Chain:
     return Chain(Block(), Experts(), Block(), Experts(6))
 
 
-def _compare_mixture(rank: int, script: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("script", ["F0 B0", "F0 F1 B0 F2 B1 B2"])
+@on_ranks(world_size=WORLD)
+def test_experts_without_tokens_on_some_ranks_train_like_one_process(rank: int, script: str) -> None:
     case = Case(_mixture, partial(run_script, script=script))
     for settings in MODES:
         compare(rank, script, case, **settings)
     compare(rank, script, case, size=1, units={Block, Expert})  # nothing is gathered, so experts may be units
     compare(rank, script, case, size=4)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("script", ["F0 B0", "F0 F1 B0 F2 B1 B2"])
-def test_experts_without_tokens_on_some_ranks_train_like_one_process(script: str) -> None:
-    run_ranks(_compare_mixture, script, world_size=WORLD)
 
 
 def test_the_routing_of_the_test_differs_between_ranks_and_leaves_experts_idle() -> None:
@@ -103,13 +100,10 @@ def _random_depth(model: nn.Module, rank: int, step: int) -> None:
     one_pass(model, rank, step)
 
 
-def _compare_random_depth(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_random_depth_with_one_seed_trains_like_one_process(rank: int) -> None:
     for settings in MODES:
         compare(rank, "random depth", Case(partial(blocks, 4), _random_depth), **settings)
-
-
-def test_random_depth_with_one_seed_trains_like_one_process() -> None:
-    run_ranks(_compare_random_depth, world_size=WORLD)
 
 
 def _count_order(rank: int, evaluates: bool) -> list[int]:
@@ -216,7 +210,8 @@ class Optional(nn.Module):
         return x + torch.tanh(self.expert(x)) if self.uses_expert else x
 
 
-def _one_rank_leaves_out(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_a_rank_that_leaves_out_a_parameter_of_the_last_unit_keeps_nobody_waiting(rank: int) -> None:
     for mode, place in itertools.product(("sharded", "full", "local"), (5, 3, 0)):
         torch.manual_seed(0)
         alone = Chain(*(Optional() for _ in range(6)))
@@ -233,10 +228,6 @@ def _one_rank_leaves_out(rank: int) -> None:
             alone.zero_grad()
 
 
-def test_a_rank_that_leaves_out_a_parameter_of_the_last_unit_keeps_nobody_waiting() -> None:
-    run_ranks(_one_rank_leaves_out, world_size=WORLD, pg_timeout=15)
-
-
 class Chosen(nn.Module):
     """Two rows of parameters. Each call says whether they are used; gradients are ones."""
 
@@ -249,7 +240,8 @@ class Chosen(nn.Module):
         return self.root.sum() + sum(p.sum() for p, used in zip(self.pair, use, strict=True) if used)
 
 
-def _drop_what_a_peer_used(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_what_only_another_rank_of_the_node_used_is_dropped_too(rank: int) -> None:
     odd = rank % 2 == 1
     for mode, zero3_size in itertools.product(("sharded", "full", "local"), (1, 2, 4)):
         case = f"{mode} S={zero3_size}"
@@ -281,11 +273,8 @@ def _gradients(model: nn.Module) -> dict[str, float]:
     return {name: value.item() for name, value in whole.items()}
 
 
-def test_what_only_another_rank_of_the_node_used_is_dropped_too() -> None:
-    run_ranks(_drop_what_a_peer_used, world_size=WORLD, pg_timeout=15)
-
-
-def _use_again_elsewhere(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_only_another_rank_adds_to_a_gradient_that_was_shown_is_told_here(rank: int) -> None:
     for mode, zero3_size in itertools.product(("sharded", "full", "local"), (1, 2, 4)):
         model = layerzero.shard_model(Chosen(), zero3_size=zero3_size, accumulation=mode)
         told: list[str] = []
@@ -299,11 +288,8 @@ def _use_again_elsewhere(rank: int) -> None:
         assert _gradients(model) == {"root": 2.0, "pair.0": 1.25, "pair.1": 1.0}
 
 
-def test_what_only_another_rank_adds_to_a_gradient_that_was_shown_is_told_here() -> None:
-    run_ranks(_use_again_elsewhere, world_size=WORLD)
-
-
-def _messages_after_unused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_other_control_messages_wait_for_the_usage_bytes_that_a_thread_sends(rank: int) -> None:
     """Rank 0 does not use a parameter. Its thread sends the message along the second axis late."""
     model = layerzero.shard_model(OptionalBias(2), mesh=mesh_of(2), units=["units.0", "units.1"])
     ranks, relay = get_state(model).ranks, PendingUsage.relay
@@ -318,7 +304,3 @@ def _messages_after_unused(rank: int) -> None:
             assert ranks.all_gather_text(f"{step} {rank}") == [f"{step} {each}" for each in range(WORLD)]
         assert model.last.grad is not None, "the other ranks have used it"
         model.zero_grad()
-
-
-def test_other_control_messages_wait_for_the_usage_bytes_that_a_thread_sends() -> None:
-    run_ranks(_messages_after_unused, world_size=WORLD)

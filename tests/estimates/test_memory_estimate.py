@@ -29,7 +29,7 @@ from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
-from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, mesh_of, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -202,7 +202,14 @@ def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
     run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
 
-def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None, stride: int) -> None:
+@pytest.mark.parametrize(
+    "accumulation_dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str
+)
+@every_nth_setting(3)
+@on_ranks(timeout=240)
+def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead(
+    rank: int, accumulation_dtype: torch.dtype | None, stride: int
+) -> None:
     register()
     plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
     others = (
@@ -229,16 +236,6 @@ def _predicted_on_a_device(rank: int, accumulation_dtype: torch.dtype | None, st
                 assert handle.gradients is not None
                 for buffer in handle.gradients.buffers.values():
                     assert not (buffer.storage.returns_memory and buffer._parts), "a view would keep the memory"
-
-
-@pytest.mark.parametrize(
-    "accumulation_dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str
-)
-@every_nth_setting(3)
-def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead(
-    accumulation_dtype: torch.dtype | None, stride: int
-) -> None:
-    run_ranks(_predicted_on_a_device, accumulation_dtype, stride, timeout=240)
 
 
 class _Wide(nn.Module):
@@ -282,7 +279,8 @@ def _predicted_for_odd_models(rank: int) -> None:
                 assert layerzero.memory(model).measured["cached_buffer"] == 0
 
 
-def _nested(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_units_inside_units_are_predicted_too(rank: int) -> None:
     torch.manual_seed(0)
     inner = (Chain(_Wide(7), _Wide(7)), Chain(_Wide(7), _Wide(30)))
     model = shard(Chain(_Wide(9), *inner, _Wide(9)).float(), size=2)
@@ -295,21 +293,14 @@ def _nested(rank: int) -> None:
     assert report.measured_peak == report.predicted_peak, report
 
 
-def _several_inputs(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_units_with_several_inputs_are_predicted_too(rank: int) -> None:
     """Units with several inputs, or with an input that other units use, too, are freed as early as others."""
     for make, micro_batches in itertools.product((EncoderDecoder, SideBySide), (1, 2)):
         torch.manual_seed(0)
         model = shard(make().float(), size=2)
         _train(model, rank, (micro_batches, micro_batches))
         _assert_predicted(model, (make, micro_batches))
-
-
-def test_units_with_several_inputs_are_predicted_too() -> None:
-    run_ranks(_several_inputs, shared_memory="off")
-
-
-def test_units_inside_units_are_predicted_too() -> None:
-    run_ranks(_nested, shared_memory="off")
 
 
 @BOTH_SHARED_EXHAUSTIVE
@@ -352,7 +343,8 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(shared_memory: str
     run_ranks(_predicted_with_owners, _sizes_of(shared_memory), shared_memory=shared_memory)
 
 
-def _notices(rank: int) -> None:
+@on_ranks()
+def test_the_test_notices_memory_that_was_not_planned(rank: int) -> None:
     """Check that more reductions in flight than planned take more memory than predicted."""
     model = shard(_seeded(8), size=2)
     with (
@@ -365,10 +357,6 @@ def _notices(rank: int) -> None:
     report = layerzero.memory(model)
     assert report.measured["reduce_buffer"] > report.predicted["reduce_buffer"]
     assert report.measured_peak > report.predicted_peak
-
-
-def test_the_test_notices_memory_that_was_not_planned() -> None:
-    run_ranks(_notices)
 
 
 def _peak(rank: int, sizes: Sequence[int]) -> None:

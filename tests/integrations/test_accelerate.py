@@ -34,7 +34,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 SAMPLES = 64  # 8 micro-batches of 2 samples on 4 ranks
 
@@ -74,7 +74,8 @@ def train(
 PLUGIN = {"zero3_size": 2, "units": IntegerNet.UNITS}
 
 
-def _same_as_ddp(rank: int) -> None:
+@on_ranks()
+def test_losses_norms_and_weights_are_those_of_ddp(rank: int) -> None:
     with launched():
         reference = accelerator(ours=False)
         theirs = reference.prepare(*objects())
@@ -94,11 +95,8 @@ def _same_as_ddp(rank: int) -> None:
                 assert rank or torch.equal(state[name], value)
 
 
-def test_losses_norms_and_weights_are_those_of_ddp() -> None:
-    run_ranks(_same_as_ddp)
-
-
-def _clipping(rank: int) -> None:
+@on_ranks()
+def test_clipping_by_norm_of_all_or_some_and_by_value(rank: int) -> None:
     with launched():
         reference = accelerator(ours=False)
         expected = train(reference, reference.prepare(*objects()), max_norm=2.0)
@@ -123,11 +121,8 @@ def _clipping(rank: int) -> None:
         assert max(p.grad.full_tensor().abs().max() for p in model.parameters()) == 0.5
 
 
-def test_clipping_by_norm_of_all_or_some_and_by_value() -> None:
-    run_ranks(_clipping)
-
-
-def _orders(rank: int) -> None:
+@on_ranks()
+def test_prepare_takes_its_arguments_in_any_order_and_one_by_one(rank: int) -> None:
     with launched():
         results = []
         for order in ((3, 1, 0, 2), (1, 3, 2, 0), (0, 2, 1, 3)):
@@ -146,10 +141,6 @@ def _orders(rank: int) -> None:
                 assert isinstance(prepared[1].optimizer, layerzero.ShardedOptimizer)
         assert len(results) == 5
         assert all(result == results[0] for result in results)
-
-
-def test_prepare_takes_its_arguments_in_any_order_and_one_by_one() -> None:
-    run_ranks(_orders)
 
 
 def _resume(rank: int, folder: str) -> None:
@@ -273,7 +264,8 @@ def _train_text(acc: Accelerator, rank: int, **kwargs: Any) -> list[float]:
     return losses
 
 
-def _bf16(rank: int) -> None:
+@on_ranks()
+def test_mixed_precision_becomes_the_policy(rank: int) -> None:
     with launched():
         settings = {"mixed_precision": "bf16", "gradient_accumulation_steps": 1}
         theirs = _train_text(accelerator(ours=False, **settings), rank)
@@ -286,11 +278,8 @@ def _bf16(rank: int) -> None:
         assert {handle.precision.reduce for handle in members} == {torch.float32}
 
 
-def test_mixed_precision_becomes_the_policy() -> None:
-    run_ranks(_bf16)
-
-
-def _evaluated_first(rank: int) -> None:
+@on_ranks()
+def test_a_model_that_was_prepared_for_evaluation_is_sharded_when_it_is_to_be_trained(rank: int) -> None:
     with launched():
         acc = accelerator(LayerZeroPlugin(**PLUGIN))
         net, *others = objects()
@@ -301,11 +290,8 @@ def _evaluated_first(rank: int) -> None:
         assert losses == train(acc, acc.prepare(*objects()))[0]
 
 
-def test_a_model_that_was_prepared_for_evaluation_is_sharded_when_it_is_to_be_trained() -> None:
-    run_ranks(_evaluated_first)
-
-
-def _overflow(rank: int) -> None:
+@on_ranks()
+def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(rank: int) -> None:
     with launched():
         acc = accelerator(LayerZeroPlugin(**PLUGIN), gradient_accumulation_steps=1)
         acc.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # Accelerate makes one on devices only
@@ -321,10 +307,6 @@ def _overflow(rank: int) -> None:
             same = all(torch.equal(value, before[name]) for name, value in full_parameters(model).items())
             assert same == (step == 1), step
             before = full_parameters(model)
-
-
-def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all() -> None:
-    run_ranks(_overflow)
 
 
 def _from_environment(rank: int, path: str) -> None:
@@ -344,7 +326,8 @@ def test_settings_from_a_file_that_the_environment_names(tmp_path: Path) -> None
     run_ranks(_from_environment, str(path))
 
 
-def _refusals(rank: int) -> None:
+@on_ranks()
+def test_what_cannot_work_is_refused(rank: int) -> None:
     with launched():
         with pytest.raises(ValueError, match="mixed_precision='fp16' is not supported on cpu"):
             accelerator(mixed_precision="fp16")
@@ -366,7 +349,3 @@ def _refusals(rank: int) -> None:
             accelerator(kwargs_handlers=[handler])
         with pytest.raises(ValueError, match="even_batches"), acc.join_uneven_inputs([model]):
             pass
-
-
-def test_what_cannot_work_is_refused() -> None:
-    run_ranks(_refusals)

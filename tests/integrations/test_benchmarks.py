@@ -32,7 +32,7 @@ from benchmarks.results import FOLDER, Results, published, summarize
 from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render
 from benchmarks.task import Task, make_batches, make_model
 from benchmarks.worker import Job, take_step
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 TINY = {"layers": 2, "width": 64, "seq_len": 16}
 TRAINED = [name for name, entry in ENTRIES.items() if entry.needs is None and entry.family not in ("compute", "sites")]
@@ -263,7 +263,8 @@ def _moment(model: torch.nn.Module, batch: torch.Tensor) -> tuple[int, int]:
     return measure.model_state_bytes(apart_from=[batch], sharers=2), layerzero.memory(model).total
 
 
-def _counted_by_others(rank: int) -> None:
+@on_ranks(shared_memory=None)
+def test_the_memory_report_leaves_nothing_out(rank: int) -> None:
     """Compare layerzero.memory with the tensors that the garbage collector finds, at three points of a step."""
     before = measure.model_state_bytes(sharers=2)
     for settings in ({}, {"accumulation": "full"}, {"prefetch": 3}, {"shared_memory": "off"}):
@@ -288,10 +289,6 @@ def _counted_by_others(rank: int) -> None:
             assert abs((found - before) / told - 1) < 0.03, (settings, moments, before)
         del model, optimizer
         dist.barrier()  # another rank may still map the shared memory
-
-
-def test_the_memory_report_leaves_nothing_out() -> None:
-    run_ranks(_counted_by_others, shared_memory=None)
 
 
 @pytest.mark.parametrize(("name", "count"), [("layerzero", 1), ("layerzero-exchanges", 0)])

@@ -16,7 +16,7 @@ if find_spec("torchao") is None:
     pytest.skip("needs torchao 0.18, installed with --no-deps", allow_module_level=True)
 
 import layerzero
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
 WORLD, WIDTH, STEPS = 4, 32, 4
 POLICIES = (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -78,7 +78,8 @@ def test_float8_weights_are_trained_as_under_fsdp2(run: Any) -> None:
     run(_beside_fsdp2, world_size=WORLD)
 
 
-def _float8_travels(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_float8_data_travel_and_scales_need_no_step_of_their_own(rank: int) -> None:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor  # noqa: PLC0415 - in ranks alone
     from torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp  # noqa: PLC0415
 
@@ -96,11 +97,8 @@ def _float8_travels(rank: int) -> None:
     assert torch.equal(model(torch.ones(4, WIDTH)), before)
 
 
-def test_float8_data_travel_and_scales_need_no_step_of_their_own() -> None:
-    run_ranks(_float8_travels, world_size=WORLD)
-
-
-def _nf4(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_base_in_nf4_is_whole_on_every_rank_and_sharding_it_is_refused(rank: int) -> None:
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, to_nf4  # noqa: PLC0415
 
     def base() -> nn.Module:
@@ -125,7 +123,3 @@ def _nf4(rank: int) -> None:
     total = alone[1].weight.grad.clone()
     dist.all_reduce(total)
     torch.testing.assert_close(model[1].weight.grad.full_tensor(), total / dist.get_world_size())
-
-
-def test_a_base_in_nf4_is_whole_on_every_rank_and_sharding_it_is_refused() -> None:
-    run_ranks(_nf4, world_size=2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import layerzero.megatron
 from layerzero.engine.hooks import get_state
 from tests.support.megatron_ranks import HIDDEN, Case, make_chunks, make_config, megatron
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 CASE = Case(tp=1, pp=1, zero3_size=2, layers=2)
 
@@ -56,7 +56,8 @@ def _units(chunk: nn.Module) -> list[str]:
     return [unit.name for unit in get_state(chunk).units if unit.name]
 
 
-def _mamba(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_mamba_layers_are_units(rank: int) -> None:
     with megatron(CASE):
         torch.manual_seed(0)
         config = make_config(CASE)
@@ -73,11 +74,8 @@ def _mamba(rank: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
-def test_mamba_layers_are_units() -> None:
-    run_ranks(_mamba, world_size=2)
-
-
-def _others(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_layers_that_are_not_recognized_are_told_with_their_bytes(rank: int) -> None:
     with megatron(CASE):
         config = make_config(CASE)
         size = 2 * (HIDDEN * HIDDEN + HIDDEN) * 4 / 2**20
@@ -95,7 +93,3 @@ def _others(rank: int) -> None:
             assert _units(chunk) == ["module.layers.0", "module.layers.1"]
             (chunk,) = layerzero.megatron.wrap(gpt, config, zero3_size=2)
         assert sum("layers" in name for name in _units(chunk)) == CASE.layers
-
-
-def test_layers_that_are_not_recognized_are_told_with_their_bytes() -> None:
-    run_ranks(_others, world_size=2)

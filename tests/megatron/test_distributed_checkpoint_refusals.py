@@ -27,7 +27,7 @@ from tests.support.megatron_ranks import (
     train,
     whole_weights,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _finds_less(rank: int, path: str) -> tuple[bool, bool]:
@@ -174,7 +174,8 @@ def test_pieces_that_are_not_all_rows_are_refused() -> None:
     assert any(refused) and not all(refused)
 
 
-def _reloads(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_parameters_are_reloaded_from_a_checkpoint_of_all_chunks(rank: int) -> None:
     case = Case(pp=2, chunks=2, zero3_size=2)
     with megatron(case):
         chunks, optimizer = make_ours(case)
@@ -189,7 +190,3 @@ def _reloads(rank: int) -> None:
         for chunk, state in zip(chunks, wanted, strict=True):
             for name, value in layerzero.full_state_dict(chunk, rank0_only=False).items():
                 assert not isinstance(value, Tensor) or torch.equal(value, state[name]), name
-
-
-def test_parameters_are_reloaded_from_a_checkpoint_of_all_chunks() -> None:
-    run_ranks(_reloads, world_size=4)

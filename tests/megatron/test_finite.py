@@ -30,7 +30,7 @@ from tests.support.megatron_ranks import (
     run_step,
     whole_weights,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 ODD = 1  # the rank whose gradient is not finite
 DATA = Case(zero3_size=2, micro_batches=2, layers=2, optimizer="sgd")
@@ -159,7 +159,8 @@ def test_ranks_of_other_stages_and_tensor_ranks_stop_too() -> None:
     run_ranks(_stop_all, DATA.but(tp=2, zero3_size=1), True, world_size=4)
 
 
-def _scaled(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_dynamic_loss_scale_skips_a_constant_one_stops_and_the_check_can_be_turned_off(rank: int) -> None:
     case = DATA.but(dtype="float16")
     with megatron(case), poisoned() as poison:
         ours, optimizer = make_ours(case)
@@ -182,10 +183,6 @@ def _scaled(rank: int) -> None:
         poison.armed = True
         succeeded, norm, _ = step(DATA, ours, optimizer, 0)  # as in Megatron without the check
         assert succeeded and math.isnan(norm)
-
-
-def test_a_dynamic_loss_scale_skips_a_constant_one_stops_and_the_check_can_be_turned_off() -> None:
-    run_ranks(_scaled, world_size=2)
 
 
 # --- --save-wgrads-interval ---

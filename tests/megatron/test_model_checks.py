@@ -11,7 +11,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.model_checks import params_norm, replicas_agree
 from tests.support.megatron_ranks import Case, make_ours, megatron, run_step
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _norms(rank: int, case: Case) -> tuple[float, list[float]]:
@@ -37,7 +37,10 @@ def test_the_norm_of_all_weights_counts_each_once(case: Case) -> None:
     assert {round(norm / expected, 5) for norm, _ in told} == {1.0}
 
 
-def _damaged(rank: int, case: Case, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [Case(zero3_size=2), Case(zero3_size=1, pp=2)], ids=["two replicas", "two stages"])
+@on_ranks(world_size=4)
+def test_replicas_that_differ_are_noticed(rank: int, case: Case, dtype: str) -> None:
     with megatron(case):
         chunks, optimizer = make_ours(case.but(dtype=dtype))
         assert replicas_agree(chunks)
@@ -47,9 +50,3 @@ def _damaged(rank: int, case: Case, dtype: str) -> None:
         if rank == 3:
             get_state(chunks[0]).handles[-1].weights.zero3_shard[0] += 1
         assert not replicas_agree(chunks), "told on all ranks of the model"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [Case(zero3_size=2), Case(zero3_size=1, pp=2)], ids=["two replicas", "two stages"])
-def test_replicas_that_differ_are_noticed(case: Case, dtype: str) -> None:
-    run_ranks(_damaged, case, dtype, world_size=4)

@@ -18,7 +18,7 @@ from layerzero.megatron.model_checks import replicas_agree
 from layerzero.megatron.parallel_groups import _layout_error
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import Case, Run, assert_same, make_ours, make_reference, megatron, run
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def assert_equal_but_for_rounding(ours: Run, theirs: Run, case: Case) -> None:
@@ -226,7 +226,8 @@ def test_experts_apart_under_a_loss_scale() -> None:
     run_ranks(_mixtures, [half, half.but(accumulation="full", per_token=True)])
 
 
-def _beside_megatrons_loop(rank: int) -> None:
+@on_ranks()
+def test_experts_apart_in_megatrons_loop(rank: int) -> None:
     case = APART.but(steps=1)
     with megatron(case):
         chunks, optimizer = make_ours(case)
@@ -242,10 +243,6 @@ def _beside_megatrons_loop(rank: int) -> None:
             match=r"is neither a multiple nor a divisor of expert_model_parallel_size=4.*Use one of \[1, 2, 4, 12\]",
         ):
             raise _layout_error(3, range(12), range(0, 12, 4)) or AssertionError
-
-
-def test_experts_apart_in_megatrons_loop() -> None:
-    run_ranks(_beside_megatrons_loop)
 
 
 def _refuses(rank: int, settings: dict[str, int], match: str) -> None:

@@ -36,7 +36,7 @@ from tests.support.megatron_ranks import (
     train,
     whole_weights,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 PIPELINE = Case(pp=2, zero3_size=2)
 INTERLEAVED = Case(pp=2, chunks=2, zero3_size=2)
@@ -155,7 +155,8 @@ def test_a_checkpoint_resumes_exactly_on_the_same_layout(tmp_path: Path) -> None
     run_ranks(_resumes, str(tmp_path), [fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
 
 
-def _defers(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_a_refresh_left_to_the_schedule_comes_before_the_next_forward(rank: int) -> None:
     case = INTERLEAVED.but(align=True, zero3_size=1)
     with megatron(case):
         chunks, optimizer = make_ours(case)
@@ -187,10 +188,6 @@ def _defers(rank: int) -> None:
             for chunk in chunks:
                 layerzero.refresh(chunk)
             assert run_step(case, chunks, 7, forward_only=True) == before[0]  # the forward used the new weights
-
-
-def test_a_refresh_left_to_the_schedule_comes_before_the_next_forward() -> None:
-    run_ranks(_defers, world_size=4)
 
 
 @contextlib.contextmanager
@@ -226,7 +223,8 @@ def test_gradient_accumulation_fusion_may_stay_on() -> None:
     run_ranks(_fuses, [Case(accumulation="full", steps=3)])
 
 
-def _beside_megatrons_functions(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_functions_of_megatron_that_need_whole_parameters_raise_and_full_tensors_are_loaded(rank: int) -> None:
     case = PIPELINE
     with megatron(case):
         chunks, _ = make_ours(case)
@@ -243,10 +241,6 @@ def _beside_megatrons_functions(rank: int) -> None:
         chunks[0].load_state_dict(doubled)
         for name, value in layerzero.full_state_dict(chunks[0], rank0_only=False).items():
             assert not isinstance(value, Tensor) or torch.equal(value, doubled[name]), name
-
-
-def test_functions_of_megatron_that_need_whole_parameters_raise_and_full_tensors_are_loaded() -> None:
-    run_ranks(_beside_megatrons_functions, world_size=4)
 
 
 def _groups(rank: int) -> tuple[list[int], list[int]]:
@@ -266,7 +260,8 @@ def test_context_parallel_ranks_are_data_parallel_ones() -> None:
         assert zero3 == (whole[:2] if rank < 4 else whole[2:])
 
 
-def _conditions(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_overrides_see_names_and_true_shapes(rank: int) -> None:
     case = Case(tp=2, zero3_size=2, tied=False)
     with megatron(case):
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate  # noqa: PLC0415
@@ -291,11 +286,8 @@ def _conditions(rank: int) -> None:
         assert by_settings == {(0.0, 1.0): vectors, (1.0, 1.0): len(seen) - vectors - 1, (1.0, 0.1): 1}
 
 
-def test_overrides_see_names_and_true_shapes() -> None:
-    run_ranks(_conditions, world_size=4)
-
-
-def _one_overflows(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_an_overflow_on_one_rank_is_heeded_by_all_ranks_of_the_model(rank: int) -> None:
     case = Case(tp=2, pp=2, zero3_size=1, dtype="float16")
     for culprit in (0, 3):
         with megatron(case):
@@ -314,19 +306,12 @@ def _one_overflows(rank: int) -> None:
             assert updated and norm is not None and 0 < norm < 100
 
 
-def test_an_overflow_on_one_rank_is_heeded_by_all_ranks_of_the_model() -> None:
-    run_ranks(_one_overflows, world_size=4)
-
-
-def _two_layouts(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_ranks_in_different_numbers_of_groups_do_not_wait_for_each_other(rank: int) -> None:
     with megatron(PIPELINE):
         layerzero.megatron.process_groups(1)
     with megatron(Case()):
         assert layerzero.megatron.process_groups(2).zero3.size() == 2
-
-
-def test_ranks_in_different_numbers_of_groups_do_not_wait_for_each_other() -> None:
-    run_ranks(_two_layouts, world_size=4)
 
 
 def test_megatron_is_imported_when_it_is_needed() -> None:

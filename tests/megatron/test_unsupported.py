@@ -11,7 +11,7 @@ import torch
 import layerzero.megatron
 from layerzero import Offload, PrecisionPolicy
 from tests.support.megatron_ranks import Case, make_chunks, make_config, make_ours, megatron
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 CASE = Case(pp=2, zero3_size=2)
 FUSED = {"gradient_accumulation_fusion": True}
@@ -39,7 +39,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # settings of the
 ]
 
 
-def _refuses(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_what_is_not_supported_is_refused_with_a_way_out(rank: int) -> None:
     with megatron(CASE):
         for changes, arguments, match in REFUSED:
             config = make_config(CASE)
@@ -54,7 +55,3 @@ def _refuses(rank: int) -> None:
             layerzero.megatron.ShardedMegatronOptimizer(
                 chunks, optimizer.config, config_overrides={key: {"optimizer": "muon"}}
             )
-
-
-def test_what_is_not_supported_is_refused_with_a_way_out() -> None:
-    run_ranks(_refuses, world_size=4)

@@ -34,7 +34,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,8 @@ def test_element_wise_classes_of_apex_follow_torch_in_one_process(elementwise: b
     run_ranks(_follows_torch, elementwise, world_size=world_size)
 
 
-def _as_owner(rank: int) -> None:
+@on_ranks()
+def test_the_users_word_that_they_need_whole_parameters_works_too(rank: int) -> None:
     for name in ("FusedSGD", "FusedAdam"):
         ours, theirs = PAIRS[name]
         net, model = integer_net(), shard(integer_net())
@@ -143,10 +144,6 @@ def _as_owner(rank: int) -> None:
 def _by_ndim(model: nn.Module) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     return [{"params": [p for p in parameters if p.ndim == 2]}, {"params": [p for p in parameters if p.ndim < 2]}]
-
-
-def test_the_users_word_that_they_need_whole_parameters_works_too() -> None:
-    run_ranks(_as_owner)
 
 
 class Late(nn.Module):
@@ -178,7 +175,8 @@ LATE: dict[str, tuple[Factory, Factory]] = {
 }
 
 
-def _late_first_gradients(rank: int) -> None:
+@on_ranks()
+def test_a_first_gradient_that_comes_late_leaves_other_momenta_alone(rank: int) -> None:
     for name, (ours, theirs) in LATE.items():
         for pattern in PATTERNS:
             net, model = Late(), shard(Late())
@@ -190,10 +188,6 @@ def _late_first_gradients(rank: int) -> None:
                 assert_close(full_parameters(model), dict(net.named_parameters()), f"{name} {pattern} {step}")
             if name in ("momentum", "nesterov"):
                 assert_same_bits(model, net, name)
-
-
-def test_a_first_gradient_that_comes_late_leaves_other_momenta_alone() -> None:
-    run_ranks(_late_first_gradients)
 
 
 def test_weight_decay_after_momentum_is_no_part_of_a_late_momentum() -> None:
@@ -210,7 +204,8 @@ def test_weight_decay_after_momentum_is_no_part_of_a_late_momentum() -> None:
     torch.testing.assert_close(*results)
 
 
-def _groups_are_added(rank: int) -> None:
+@on_ranks()
+def test_groups_that_are_added_to_fused_adam_are_stepped(rank: int) -> None:
     for adds_before in (False, True):
         net, model = integer_net(), shard(integer_net())
         first, *others = model.parameters()
@@ -226,11 +221,8 @@ def _groups_are_added(rank: int) -> None:
         assert_close(full_parameters(model), dict(net.named_parameters()), f"{adds_before=}")
 
 
-def test_groups_that_are_added_to_fused_adam_are_stepped() -> None:
-    run_ranks(_groups_are_added)
-
-
-def _in_bf16(rank: int) -> None:
+@on_ranks()
+def test_parameters_in_bf16_have_masters_that_apex_updates(rank: int) -> None:
     for name in ("FusedSGD", "FusedAdam"):
         models = [shard(integer_net().bfloat16()) for _ in range(2)]
         net = integer_net()
@@ -248,10 +240,6 @@ def _in_bf16(rank: int) -> None:
                 backward_alone(net, step)
                 PAIRS[name][1](net.parameters()).step()
                 assert_close(ours, dict(net.named_parameters()), f"{name} in one process")
-
-
-def test_parameters_in_bf16_have_masters_that_apex_updates() -> None:
-    run_ranks(_in_bf16)
 
 
 def _checkpoints(rank: int, path: Path, saves: bool) -> None:
@@ -316,19 +304,16 @@ def test_apexs_own_classes_are_known_without_a_step(monkeypatch: pytest.MonkeyPa
 # An optimizer that needs full parameters
 
 
-def _lamb(rank: int, zero3_size: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks()
+def test_fused_lamb_updates_whole_parameters(rank: int, zero3_size: int) -> None:
     for own in ({}, {"use_nvlamb": True, "weight_decay": 0.0}, {"adam_w_mode": False, "grad_averaging": False}):
         net, model = integer_net(), shard(integer_net(), zero3_size)
         settings = {"lr": 0.1, **own, **NO_LIMIT}
         optimizer = layerzero.shard_optimizer(apex.FusedLAMB(_by_ndim(model), **settings), model)
         in_lockstep(rank, (model, optimizer), (net, apex.FusedLAMB(_by_ndim(net), **settings)), range(3))
         assert_close(full_parameters(model), dict(net.named_parameters()), f"{settings}")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_fused_lamb_updates_whole_parameters(zero3_size: int) -> None:
-    run_ranks(_lamb, zero3_size)
 
 
 def test_a_stack_of_matrices_is_put_together_for_apex() -> None:
@@ -384,7 +369,8 @@ def test_what_else_would_train_something_else_is_refused() -> None:
     assert kinds_that_need_full_params(lamb, CPU) == {group_kind(lamb.param_groups[0])}
 
 
-def _refused_on_all_ranks(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optimizer_is_wrapped(rank: int) -> None:
     with pytest.warns(UserWarning, match="optimizer=True"):
         model = shard(integer_net(), offload=Offload(optimizer=True))
     for kind in (apex.FusedAdam, apex.FusedLAMB):
@@ -410,10 +396,6 @@ def _refused_on_all_ranks(rank: int) -> None:
     net.extra.grad = torch.ones_like(net.extra)
     with pytest.raises(ValueError, match=said):
         optimizer.step()
-
-
-def test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optimizer_is_wrapped() -> None:
-    run_ranks(_refused_on_all_ranks, world_size=2)
 
 
 # Optimizers of other packages

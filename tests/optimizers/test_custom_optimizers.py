@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import layerzero
 from layerzero import Offload
 from tests.support.models import assert_close, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # (ranks, zero3_size)
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -320,7 +320,8 @@ class WithMasks(Scaled):
             parameter.sub_(parameter.grad * parameter.mask)
 
 
-def _outside(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_tables_outside_of_the_optimizer_and_tensors_in_attributes_have_a_way_out(rank: int) -> None:
     model = sharded(Net(), 2)
     OUTSIDE.update(_factors(model))
     step(model, layerzero.shard_optimizer(Outside(model.parameters()), model, elementwise=True))
@@ -329,7 +330,3 @@ def _outside(rank: int) -> None:
     optimizer = layerzero.shard_optimizer(WithMasks([model.first.weight]), model, elementwise=True)
     with pytest.raises(RuntimeError, match=r"mul mixes a plain tensor with parameter 'first\.weight'"):
         step(model, optimizer)
-
-
-def test_tables_outside_of_the_optimizer_and_tensors_in_attributes_have_a_way_out() -> None:
-    run_ranks(_outside, world_size=2)

@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -66,7 +66,10 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{n}.{k}": torch.as_tensor(v) for n, values in state["state"].items() for k, v in values.items()}
 
 
-def _there_and_back(rank: int, kind: str) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("kind", ["SGD", "owned"])
+@on_ranks(world_size=WORLD)
+def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(rank: int, kind: str) -> None:
     for size in (1, 2, 4):
         model, alone = integer_net(), integer_net()
         model = layerzero.shard_model(model, mesh=mesh_of(size), units=IntegerNet.UNITS)
@@ -110,13 +113,8 @@ def _there_and_back(rank: int, kind: str) -> None:
         assert not different(dict(fresh.named_parameters()), dict(alone.named_parameters()))
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("kind", ["SGD", "owned"])
-def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(kind: str) -> None:
-    run_ranks(_there_and_back, kind, world_size=WORLD)
-
-
-def _one_by_one(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_rank_that_gets_no_state_holds_one_gathered_tensor_at_a_time(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     _train(model, optimizer, rank, range(1))
@@ -130,7 +128,3 @@ def _one_by_one(rank: int) -> None:
     with mock.patch.object(RowShardedTensor, "full_tensor", noting):
         optimizer.full_state_dict()
     assert len(seen) == len(list(model.parameters()))
-
-
-def test_a_rank_that_gets_no_state_holds_one_gathered_tensor_at_a_time() -> None:
-    run_ranks(_one_by_one, world_size=WORLD)

@@ -29,7 +29,7 @@ from tests.support.models import (
     integer_batch,
     integer_net,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 WORLD = 4
 MICRO_BATCHES = 2
@@ -243,7 +243,8 @@ def test_a_scale_too_large_for_fp16_backs_off_until_it_fits() -> None:
     assert run_ranks(_overflow_of_fp16) == [[2.0**11, 2.0**10, 2.0**10, 2.0**10]] * WORLD
 
 
-def _clip_after_unscaling(rank: int) -> None:
+@on_ranks()
+def test_clipping_sees_unscaled_gradients(rank: int) -> None:
     for clip in CLIPS.values():
         model, optimizer = shard(layerzero.init_mesh(2))
         net, scaler = spiky_net(), make_scaler()
@@ -263,10 +264,6 @@ def _clip_after_unscaling(rank: int) -> None:
             theirs.zero_grad()
             torch.testing.assert_close(norm, their_norm)
         assert_close(full_parameters(model), dict(net.named_parameters()), str(clip))
-
-
-def test_clipping_sees_unscaled_gradients() -> None:
-    run_ranks(_clip_after_unscaling)
 
 
 def _norms_of_nonfinite(rank: int) -> list[str]:
@@ -300,7 +297,10 @@ class PartlyUsed(SpikyNet):
         return (output + 0 if spike is None else output + self.spike * spike), torch.zeros(())
 
 
-def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+@on_ranks()
+def test_unscaling_what_no_sync_has_left_unreduced_is_refused(rank: int, zero3_size: int) -> None:
     mesh = layerzero.init_mesh(zero3_size)
     for accumulation in ("sharded", "full", "local"):
         net = PartlyUsed()
@@ -326,9 +326,3 @@ def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert model.spike.detach().full_tensor().item() == -(2**-4) * scaled_once
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_unscaling_what_no_sync_has_left_unreduced_is_refused(zero3_size: int) -> None:
-    run_ranks(_unscale_inside_no_sync, zero3_size)

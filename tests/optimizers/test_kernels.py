@@ -31,7 +31,7 @@ from tests.support.models import (
     train,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -69,7 +69,9 @@ def shard(net: nn.Module, zero3_size: int = 2) -> nn.Module:
     return layerzero.shard_model(net, mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
 
 
-def _follow_torch(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_both_follow_torch_in_one_process_built_before_or_after_sharding(rank: int) -> None:
     for name, (ours, theirs) in PAIRS.items():
         net, source = integer_net(), integer_net()
         reference, early = theirs(net.parameters()), ours(source.parameters())
@@ -80,11 +82,6 @@ def _follow_torch(rank: int) -> None:
         assert not different(full_parameters(after), full_parameters(before)), f"{name}: built before and after"
         assert_close(full_parameters(before), dict(net.named_parameters()), name)
         assert optimizers.implementation(optimizer) == "fused", "seen through shard_optimizer"
-
-
-@pytest.mark.slow
-def test_both_follow_torch_in_one_process_built_before_or_after_sharding() -> None:
-    run_ranks(_follow_torch)
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
@@ -160,7 +157,8 @@ def test_apex_follows_torch() -> None:
         assert_close(*({name: p.detach() for name, p in net.named_parameters()} for net in nets), "Apex")
 
 
-def _state_of_another_order(rank: int) -> None:
+@on_ranks()
+def test_state_that_is_sharded_in_another_order_is_refused(rank: int) -> None:
     saved = {}
     for zero3_size in (2, 4):  # two rows of the weight on each rank, but different ones
         model = layerzero.shard_model(nn.Linear(2, 8, bias=False), zero3_size=zero3_size)
@@ -171,10 +169,6 @@ def _state_of_another_order(rank: int) -> None:
     with pytest.raises(ValueError, match="not sharded like the parameter"):
         optimizer.load_state_dict(saved[2])
     optimizer.load_state_dict(saved[4])
-
-
-def test_state_that_is_sharded_in_another_order_is_refused() -> None:
-    run_ranks(_state_of_another_order)
 
 
 class CountsInGroup(torch.optim.SGD):
@@ -195,7 +189,9 @@ def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     assert not optimizer.state and set(state) <= {"momentum_buffer"}
 
 
-def _two_that_step(rank: int, shared_memory: str) -> None:
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+@on_ranks(world_size=4)
+def test_two_optimizers_that_step_in_turn_refresh_once(rank: int, shared_memory: str) -> None:
     """Step two optimizers: one refresh for both from the second step on, unless one is skipped or a value is read."""
     net = integer_net()
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, shared_memory=shared_memory)
@@ -221,8 +217,3 @@ def _two_that_step(rank: int, shared_memory: str) -> None:
 def _halves(model: nn.Module) -> list[list[Tensor]]:
     parameters = list(model.parameters())
     return [parameters[::2], parameters[1::2]]
-
-
-@pytest.mark.parametrize("shared_memory", ["auto", "off"])
-def test_two_optimizers_that_step_in_turn_refresh_once(shared_memory: str) -> None:
-    run_ranks(_two_that_step, shared_memory, world_size=4)

@@ -39,7 +39,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,8 @@ MODES = ("sharded", "full", "local")
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def _gradients_of_host_storage(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_the_host_and_the_pool_wait_for_work_on_a_gradient(rank: int) -> None:
     with Device().installed() as device:
         pool, side, copies = BufferPool.of(CPU), Stream(), DeviceCopies(CPU)
         pool.set_predicted({(4, torch.float32): 1}, 16)
@@ -67,10 +68,6 @@ def _gradients_of_host_storage(rank: int) -> None:
             pool.acquire(4, torch.float32).fill_(100)  # the next owner of the released scratch buffer
             device.current_stream().wait_stream(side)
             assert read.eq(-value).all(), "the buffer is reused after its last use on another stream"
-
-
-def test_the_host_and_the_pool_wait_for_work_on_a_gradient() -> None:
-    run_ranks(_gradients_of_host_storage, world_size=1)
 
 
 def _shard(zero3_size: int, **settings: Any) -> nn.Module:
@@ -100,7 +97,8 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, pattern: t
     return seen
 
 
-def _keeps_a_gradient(rank: int) -> None:
+@on_ranks()
+def test_a_kept_gradient_is_read_after_its_copy_to_the_host(rank: int) -> None:
     """Read a kept gradient after a backward pass whose used parameters the ranks have not agreed on yet."""
     with late():
         model = layerzero.shard_model(
@@ -112,10 +110,6 @@ def _keeps_a_gradient(rank: int) -> None:
         if kept is None:
             kept = model.units[0].weight.grad
         assert kept.to_local().eq(2.0 * step).all(), kept.to_local()
-
-
-def test_a_kept_gradient_is_read_after_its_copy_to_the_host() -> None:
-    run_ranks(_keeps_a_gradient)
 
 
 def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
@@ -149,7 +143,8 @@ def test_the_host_updates_with_the_bits_of_the_device(world_size: int, zero3_siz
     run_ranks(_same_bits, zero3_size, mode, world_size=world_size)
 
 
-def _without_waiting(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_host_that_reads_gradients_too_early_is_noticed(rank: int) -> None:
     model = _shard(2)
     expected = _train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(2), (False,))
     with late():
@@ -160,11 +155,8 @@ def _without_waiting(rank: int) -> None:
     assert different(seen[0], expected[0]) and different(seen[1], expected[1])
 
 
-def test_a_host_that_reads_gradients_too_early_is_noticed() -> None:
-    run_ranks(_without_waiting, world_size=2)
-
-
-def _where(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step(rank: int) -> None:
     with late():
         model = _shard(2, mp_policy=LOW, offload=Offload(optimizer=True))
     (transfers,) = LateTransfers.made
@@ -186,10 +178,6 @@ def _where(rank: int) -> None:
     elements = sum(handle.layout.shard_numel for handle in get_state(model).handles)
     for kind in ("host_zero1_shard", "host_gradient_shard"):
         assert report.measured[kind] == report.predicted[kind] == 4 * elements, kind
-
-
-def test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step() -> None:
-    run_ranks(_where, world_size=WORLD)
 
 
 def _goes_on_elsewhere(rank: int, folder: Path) -> None:
@@ -222,7 +210,8 @@ def test_checkpoints_averages_and_whole_states_do_not_care_where_masters_are(tmp
     run_ranks(_goes_on_elsewhere, tmp_path, world_size=WORLD)
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_what_cannot_be_updated_by_the_host_is_refused(rank: int) -> None:
     with late():
         model = _shard(2, offload=Offload(optimizer=True))
     with pytest.raises(NotImplementedError, match=r"optimizer=True.*full parameters.*optimizer=False"):
@@ -234,10 +223,6 @@ def _refused(rank: int) -> None:
         match=r"^Offload\(optimizer=True\) on cpu: .* to free\. Results do not change\. Leave offload out$",
     ):
         _shard(2, offload=Offload(optimizer=True))
-
-
-def test_what_cannot_be_updated_by_the_host_is_refused() -> None:
-    run_ranks(_refused, world_size=2)
 
 
 def _scaled(rank: int, zero3_size: int, references: list[test_grad_scaler.Reference]) -> list[Any]:

@@ -18,7 +18,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, Block, batch, blocks, one_pass, train_step
 from tests.support.models import different
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,22 @@ def _seen_at_refreshes(model: nn.Module) -> Iterator[dict[int, list[bool]]]:
         yield seen
 
 
-def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("size", "settings", "in_parts"),
+    [
+        (2, {}, True),
+        (2, {"shared_memory": "off"}, True),
+        (1, {}, True),
+        (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
+        (4, {}, False),  # nothing is sent
+        (4, {"offload": Offload(optimizer=True)}, True),
+    ],
+)
+@on_ranks(world_size=WORLD)
+def test_the_first_units_travel_while_the_last_are_updated(
+    rank: int, size: int, settings: dict[str, Any], in_parts: bool
+) -> None:
     model = _sharded(size, **settings)
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.5), model)
     for step in range(2):
@@ -72,22 +87,6 @@ def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> No
         assert any(others) is not in_parts, "the first half travels before the last unit is updated"
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("size", "settings", "in_parts"),
-    [
-        (2, {}, True),
-        (2, {"shared_memory": "off"}, True),
-        (1, {}, True),
-        (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
-        (4, {}, False),  # nothing is sent
-        (4, {"offload": Offload(optimizer=True)}, True),
-    ],
-)
-def test_the_first_units_travel_while_the_last_are_updated(size: int, settings: dict[str, Any], in_parts: bool) -> None:
-    run_ranks(_order, size, settings, in_parts, world_size=WORLD)
-
-
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
@@ -96,7 +95,12 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload": Offload(optimizer=True)})]
+)
+@on_ranks(world_size=WORLD)
+def test_parts_have_the_bits_of_the_whole(rank: int, size: int, settings: dict[str, Any]) -> None:
     for make in (
         lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.5),
         lambda groups: torch.optim.AdamW(groups, lr=0.25, fused=True),
@@ -134,15 +138,8 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
                 assert torch.equal(torch.as_tensor(local[0]), torch.as_tensor(local[1])), (name, key)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload": Offload(optimizer=True)})]
-)
-def test_parts_have_the_bits_of_the_whole(size: int, settings: dict[str, Any]) -> None:
-    run_ranks(_same, size, settings, world_size=WORLD)
-
-
-def _edited_by_hook(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_traveled(rank: int) -> None:
     model = _sharded()
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer = layerzero.shard_optimizer(inner, model)
@@ -160,11 +157,9 @@ def _edited_by_hook(rank: int) -> None:
     assert largest == 0.0625, "what a hook of the optimizer inside does is refreshed"
 
 
-def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_traveled() -> None:
-    run_ranks(_edited_by_hook, world_size=WORLD)
-
-
-def _fails_halfway(rank: int, shared_memory: str) -> None:
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+@on_ranks(world_size=WORLD)
+def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(rank: int, shared_memory: str) -> None:
     model = _sharded(shared_memory=shared_memory)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
     train_step(model, optimizer, 0)
@@ -194,11 +189,6 @@ def _fails_halfway(rank: int, shared_memory: str) -> None:
         train_step(other, plain, step)
     got, expected = (layerzero.full_state_dict(each, rank0_only=False) for each in (model, other))
     assert not different(got, expected)
-
-
-@pytest.mark.parametrize("shared_memory", ["auto", "off"])
-def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(shared_memory: str) -> None:
-    run_ranks(_fails_halfway, shared_memory, world_size=WORLD)
 
 
 class Halfway(torch.optim.SGD):

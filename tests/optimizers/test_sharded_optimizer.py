@@ -37,7 +37,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -71,7 +71,8 @@ OPTIMIZERS: dict[str, Factory] = {
 KINDS_OF_STATE = ("SGD fused", "Adam foreach", "Adagrad", "RMSprop", "NAdam")
 
 
-def _every_optimizer(rank: int) -> None:
+@on_ranks()
+def test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding(rank: int) -> None:
     mesh = layerzero.init_mesh(2)
     for name, factory in OPTIMIZERS.items():
         net, unsharded = integer_net(), integer_net()
@@ -83,10 +84,6 @@ def _every_optimizer(rank: int) -> None:
         ours = full_parameters(before)
         assert not different(full_parameters(after), ours), f"{name}: built before and after shard_model"
         assert_close(ours, dict(net.named_parameters()), name)
-
-
-def test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding() -> None:
-    run_ranks(_every_optimizer)
 
 
 def four_groups(net: nn.Module) -> list[dict[str, Any]]:
@@ -120,7 +117,8 @@ def test_groups_with_different_settings_may_share_a_shard() -> None:
     assert max(len(groups) for groups in groups_on_rank) > 1, groups_on_rank
 
 
-def _continue_gathered_state(rank: int) -> None:
+@on_ranks()
+def test_state_from_before_sharding_is_cut_and_continued(rank: int) -> None:
     for name, factory in {"exact": exact_sgd, **{name: OPTIMIZERS[name] for name in KINDS_OF_STATE}}.items():
         net, source = integer_net(), integer_net()
         theirs, gathered = factory(net.parameters()), factory(source.parameters())
@@ -140,11 +138,8 @@ def _continue_gathered_state(rank: int) -> None:
             assert_same_bits(model, net, name)
 
 
-def test_state_from_before_sharding_is_cut_and_continued() -> None:
-    run_ranks(_continue_gathered_state)
-
-
-def _schedule(rank: int) -> None:
+@on_ranks()
+def test_learning_rate_schedulers_work_on_wrapper_and_inner_optimizer(rank: int) -> None:
     halving_schedule = functools.partial(LambdaLR, lr_lambda=lambda epoch: 2.0**-epoch)
     for where in ("wrapper", "inner", "before shard_optimizer"):
         (net, theirs), (source, original) = alone(), alone()
@@ -162,11 +157,8 @@ def _schedule(rank: int) -> None:
         assert_same_bits(model, net, f"scheduler on {where}")
 
 
-def test_learning_rate_schedulers_work_on_wrapper_and_inner_optimizer() -> None:
-    run_ranks(_schedule)
-
-
-def _closure_and_hooks(rank: int) -> None:
+@on_ranks()
+def test_closure_and_step_hooks_run_once_a_step(rank: int) -> None:
     (net, theirs), (model, optimizer), events = alone(), shard_with_sgd(), []
     optimizer.register_step_pre_hook(lambda *_: events.append("before"))
     optimizer.register_step_post_hook(lambda *_: events.append("after"))
@@ -186,11 +178,9 @@ def _closure_and_hooks(rank: int) -> None:
     assert optimizer.step() is None
 
 
-def test_closure_and_step_hooks_run_once_a_step() -> None:
-    run_ranks(_closure_and_hooks)
-
-
-def _save_and_load(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_state_by_name_is_keyed_by_name_and_training_continues_from_it(rank: int) -> None:
     mesh, other_mesh = layerzero.init_mesh(2), layerzero.init_mesh(4)
     for name in KINDS_OF_STATE:
         factory, model = OPTIMIZERS[name], shard(mesh=mesh)
@@ -221,12 +211,8 @@ def _save_and_load(rank: int) -> None:
         assert_close(other_sharding, expected, f"{name}: continued in another sharding")
 
 
-@pytest.mark.slow
-def test_state_by_name_is_keyed_by_name_and_training_continues_from_it() -> None:
-    run_ranks(_save_and_load)
-
-
-def _load_nonsense(rank: int) -> None:
+@on_ranks()
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(OPTIMIZERS["Adam fused"](model.parameters()), model)
     train(model, optimizer, rank, [0])
@@ -245,11 +231,8 @@ def _load_nonsense(rank: int) -> None:
         assert all(after[n]["exp_avg"].to_local().equal(v) for n, v in before.items()), culprit
 
 
-def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
-    run_ranks(_load_nonsense)
-
-
-def _add_groups(rank: int) -> None:
+@on_ranks()
+def test_add_param_group_takes_parameters_from_before_and_after_sharding(rank: int) -> None:
     net, source = integer_net(), integer_net()
     head_before_sharding = list(source.head.parameters())
     theirs = exact_sgd(net.first.parameters())
@@ -269,11 +252,8 @@ def _add_groups(rank: int) -> None:
         optimizer.add_param_group({"params": [model.shift]})
 
 
-def test_add_param_group_takes_parameters_from_before_and_after_sharding() -> None:
-    run_ranks(_add_groups)
-
-
-def _add_named(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_add_param_group_takes_names(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.first.named_parameters()), model)
     optimizer.add_param_group({"params": model.head.named_parameters(), "lr": 0.5})
@@ -282,11 +262,8 @@ def _add_named(rank: int) -> None:
     train(model, optimizer, rank, [0])
 
 
-def test_add_param_group_takes_names() -> None:
-    run_ranks(_add_named, world_size=2)
-
-
-def _keep_groups(rank: int) -> None:
+@on_ranks()
+def test_groups_that_were_read_before_sharding_remain_the_groups(rank: int) -> None:
     for build_first in (True, False):
         (net, theirs), source = alone(), integer_net()
         first, others = list(source.first.parameters()), [*source.second.parameters(), *source.head.parameters()]
@@ -313,11 +290,8 @@ def _keep_groups(rank: int) -> None:
         assert list(again) == ["params", "lr"] and again["params"][0] is model.shift
 
 
-def test_groups_that_were_read_before_sharding_remain_the_groups() -> None:
-    run_ranks(_keep_groups)
-
-
-def _state_by_parameter(rank: int) -> None:
+@on_ranks()
+def test_state_is_found_by_sharded_parameter(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     assert len(optimizer.state) == 0 and model.first.weight not in optimizer.state
@@ -335,17 +309,15 @@ def _state_by_parameter(rank: int) -> None:
         optimizer.state[torch.zeros(1)]
 
 
-def test_state_is_found_by_sharded_parameter() -> None:
-    run_ranks(_state_by_parameter)
-
-
 REFUSED: dict[str, tuple[Factory, str]] = {
     "LBFGS": (torch.optim.LBFGS, "inner product|closure|all parameters"),
     "GlobalScaling": (GlobalScaling, "matrix|together|all parameters"),
 }
 
 
-def _refuse(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks()
+def test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason(rank: int, name: str) -> None:
     factory, reason = REFUSED[name]
     source = integer_net()
     early = factory(source.parameters())
@@ -364,12 +336,8 @@ def _refuse(rank: int, name: str) -> None:
     assert_same_bits(model, reference[0], f"after refusing {name}")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason(name: str) -> None:
-    run_ranks(_refuse, name)
-
-
-def _refuse_strangers(rank: int) -> None:
+@on_ranks()
+def test_an_optimizer_of_other_parameters_is_refused_and_left_alone(rank: int) -> None:
     (model, wrapped), stranger = shard_with_sgd(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.first.parameters(), *stranger.parameters()], lr=0.5)
     plain = torch.optim.SGD(stranger.parameters(), lr=0.5, momentum=0.5)
@@ -390,11 +358,8 @@ def _refuse_strangers(rank: int) -> None:
     assert torch.equal(stranger.weight, before - 0.5 * 1.5)
 
 
-def test_an_optimizer_of_other_parameters_is_refused_and_left_alone() -> None:
-    run_ranks(_refuse_strangers)
-
-
-def _forgotten(rank: int) -> None:
+@on_ranks()
+def test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model(rank: int) -> None:
     source, inner_to_be = alone()
     built_before = exact_sgd(source.parameters())
     model = shard(source)
@@ -422,11 +387,8 @@ def _forgotten(rank: int) -> None:
         assert_same_bits(ours[0], reference[0], f"model {seed}")
 
 
-def test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model() -> None:
-    run_ranks(_forgotten)
-
-
-def _step_while_a_model_dies(rank: int) -> None:
+@on_ranks()
+def test_a_model_may_be_freed_while_any_optimizer_steps(rank: int) -> None:
     # A deleted model is a cycle, which Python may free at any time, even inside torch's global hooks.
     ours, reference = shard_with_sgd(), alone()
     gc.collect()
@@ -438,7 +400,3 @@ def _step_while_a_model_dies(rank: int) -> None:
     gc.enable()
     assert doomed() is None
     assert_same_bits(ours[0], reference[0], "a model was freed during a step")
-
-
-def test_a_model_may_be_freed_while_any_optimizer_steps() -> None:
-    run_ranks(_step_while_a_model_dies)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
 class Counting(Optimizer):
@@ -134,7 +134,8 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
         assert torch.equal(found, alone.weight), world_size
 
 
-def _as_torch(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_other_keys_are_where_torch_has_them_and_a_rollback_restores_them(rank: int) -> None:
     """Compare the forms with those of one process, load the plain state, and go back in the running process."""
     alone, (model, optimizer) = _net(), _pair(2)
     plain = Counting(alone.parameters())
@@ -168,10 +169,6 @@ def _as_torch(rank: int) -> None:
     _train(model, optimizer, 1)
     with pytest.raises(ValueError, match=r"equals the number of a parameter.*state_dict_by_name"):
         optimizer.state_dict()
-
-
-def test_other_keys_are_where_torch_has_them_and_a_rollback_restores_them() -> None:
-    run_ranks(_as_torch, world_size=2)
 
 
 def _own_values(rank: int, path: str) -> None:

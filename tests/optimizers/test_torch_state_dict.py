@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero.extend import StepObserver, attach
 from tests.support.models import IntegerNet, assert_same_bits, different, integer_batch, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,8 @@ BEGINNERS: dict[str, Any] = {
 }
 
 
-def _ask_first(rank: int) -> None:
+@on_ranks()
+def test_asking_an_optimizer_for_its_state_before_its_first_step_changes_nothing(rank: int) -> None:
     for kind, factory in BEGINNERS.items():
         ends = []
         for asks in (False, True):
@@ -175,11 +176,9 @@ def _ask_first(rank: int) -> None:
         assert not different(*ends), kind
 
 
-def test_asking_an_optimizer_for_its_state_before_its_first_step_changes_nothing() -> None:
-    run_ranks(_ask_first)
-
-
-def _full_options(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@on_ranks()
+def test_whole_states_go_out_and_come_in_through_torchs_options(rank: int, kind: str) -> None:
     model, optimizer = _sharded(kind, 2)
     _train(model, optimizer, range(2))
     saved = _everything(model, optimizer)
@@ -207,12 +206,8 @@ def _full_options(rank: int, kind: str) -> None:
             assert torch.equal(other(inputs), model(inputs)), size
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_whole_states_go_out_and_come_in_through_torchs_options(kind: str) -> None:
-    run_ranks(_full_options, kind)
-
-
-def _model_only(rank: int) -> None:
+@on_ranks()
+def test_a_model_alone_is_set_from_rank_0(rank: int) -> None:
     source, (model, _) = _net(seed=2), _sharded("SGD", 2)
     set_model_state_dict(model, source.state_dict() if rank == 0 else {}, options=FULL_FROM_RANK_0)
     assert_same_bits_but_for_ignored(model, source)
@@ -233,11 +228,8 @@ def assert_same_bits_but_for_ignored(model: nn.Module, source: nn.Module) -> Non
         assert torch.equal(model(inputs), source(inputs))
 
 
-def test_a_model_alone_is_set_from_rank_0() -> None:
-    run_ranks(_model_only)
-
-
-def _numbered(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_the_numbered_state_of_an_optimizer_that_is_not_sharded_loads(rank: int) -> None:
     """Compare with ``torch.optim.Optimizer.state_dict`` of one process: numbered entries and full tensors."""
     alone = integer_net()
     theirs = OPTIMIZERS["SGD"](_groups(alone))
@@ -259,11 +251,9 @@ def _numbered(rank: int) -> None:
         optimizer.load_state_dict(state)
 
 
-def test_the_numbered_state_of_an_optimizer_that_is_not_sharded_loads() -> None:
-    run_ranks(_numbered, world_size=2)
-
-
-def _as_torch(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@on_ranks()
+def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(rank: int, kind: str) -> None:
     """Compare ``state_dict()`` with that of one process, before the first step and after two steps."""
     alone = _net()
     model = layerzero.shard_model(_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, ignored_params=[])
@@ -294,12 +284,8 @@ def _as_torch(rank: int, kind: str) -> None:
     assert state["param_groups"] == expected["param_groups"]
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(kind: str) -> None:
-    run_ranks(_as_torch, kind)
-
-
-def _both_forms(rank: int) -> None:
+@on_ranks()
+def test_states_by_number_and_by_name_load_in_any_order_of_named_groups(rank: int) -> None:
     model, optimizer = _sharded("AdamW", 2)
     _train(model, optimizer, range(2))
     expected = _everything(model, optimizer)
@@ -346,11 +332,8 @@ def _both_forms(rank: int) -> None:
     assert not different(_everything(other, its_optimizer), before), "a refused state changes nothing"
 
 
-def test_states_by_number_and_by_name_load_in_any_order_of_named_groups() -> None:
-    run_ranks(_both_forms)
-
-
-def _given_names(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_names_that_the_optimizer_was_given_are_kept(rank: int) -> None:
     """Build the optimizer with names, as torch's documentation shows, here with a prefix."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
@@ -367,10 +350,6 @@ def _given_names(rank: int) -> None:
         assert torch.equal(_whole(found), _whole(values["momentum_buffer"])), name
 
 
-def test_names_that_the_optimizer_was_given_are_kept() -> None:
-    run_ranks(_given_names, world_size=2)
-
-
 class Updates(StepObserver):
     """Observer that counts updates."""
 
@@ -380,7 +359,8 @@ class Updates(StepObserver):
         self.number += 1
 
 
-def _changes_nothing(rank: int) -> None:
+@on_ranks()
+def test_a_new_optimizer_that_torch_fills_continues_like_an_uninterrupted_run(rank: int) -> None:
     """Compare a run that asks a new optimizer for its state, and loads the state of a longer run, with that run."""
     model, optimizer = _sharded("AdamW", 2)
     _train(model, optimizer, range(2))
@@ -404,11 +384,8 @@ def _changes_nothing(rank: int) -> None:
     assert not (wrong := different(_everything(other, its_optimizer), uninterrupted)), wrong
 
 
-def test_a_new_optimizer_that_torch_fills_continues_like_an_uninterrupted_run() -> None:
-    run_ranks(_changes_nothing)
-
-
-def _unstepped(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_parameter_has_no_state_before_its_first_step(rank: int) -> None:
     model, optimizer = _sharded("AdamW", 2)
     weight = model.first.weight
     assert not optimizer.state and weight not in optimizer.state and not optimizer.state_dict()["state"]
@@ -421,11 +398,8 @@ def _unstepped(rank: int) -> None:
     assert not optimizer.state_dict()["state"] and not optimizer.state_dict_by_name()["state"]
 
 
-def test_a_parameter_has_no_state_before_its_first_step() -> None:
-    run_ranks(_unstepped, world_size=2)
-
-
-def _owners(rank: int) -> None:
+@on_ranks()
+def test_an_optimizer_with_full_parameters_has_no_numbered_state(rank: int) -> None:
     """Ask an optimizer with full parameters for the numbered form."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
@@ -461,11 +435,8 @@ def _settings(stored: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in stored["param_groups"][0].items() if key != "params"]
 
 
-def test_an_optimizer_with_full_parameters_has_no_numbered_state() -> None:
-    run_ranks(_owners)
-
-
-def _other_names(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_parameters_are_found_by_every_name_that_they_have(rank: int) -> None:
     """Use names without wrapper parts, and another name of a tied parameter, as torch may."""
     net = _net()
     net.head = torch.compile(net.head, backend="eager")
@@ -495,11 +466,8 @@ def _other_names(rank: int) -> None:
     )
 
 
-def test_parameters_are_found_by_every_name_that_they_have() -> None:
-    run_ranks(_other_names, world_size=2)
-
-
-def _wrong_rows(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_whole_tensor_of_another_shape_is_not_cut_to_fit(rank: int) -> None:
     model, _ = _sharded("SGD", 2)
     before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
     for shape in ((9, 5), (4, 5), (6, 1), (1, 5)):
@@ -507,7 +475,3 @@ def _wrong_rows(rank: int) -> None:
         with pytest.raises((ValueError, RuntimeError)):
             set_model_state_dict(model, state if rank == 0 else {}, options=FULL_FROM_RANK_0)
         assert torch.equal(_whole(model.first.weight), before["first.weight"]), shape
-
-
-def test_a_whole_tensor_of_another_shape_is_not_cut_to_fit() -> None:
-    run_ranks(_wrong_rows, world_size=2)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from tests.support.models import OptionalBias, different, integer_batch
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=2**-3, momentum=0.5, dampening=0.5, weight_decay=0.25),
@@ -210,7 +210,8 @@ def test_what_torchs_functions_would_do_wrong_is_one_warning(tmp_path: Path) -> 
     run_ranks(_warnings, str(tmp_path), world_size=2)
 
 
-def _real_steps(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_first_step_with_a_learning_rate_of_zero_is_a_step(rank: int) -> None:
     """Take first steps with a learning rate of 0, which are no steps of torch's functions."""
     for assigns in (False, True):
         (alone, plain), (model, optimizer) = _pair("Adam"), _pair("Adam", 2)
@@ -230,10 +231,6 @@ def _real_steps(rank: int) -> None:
     assert all(values["step"] == 1 for values in optimizer.state_dict_by_name()["state"].values())
     set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
     assert not optimizer.state
-
-
-def test_a_first_step_with_a_learning_rate_of_zero_is_a_step() -> None:
-    run_ranks(_real_steps, world_size=2)
 
 
 class CountsInGroups(torch.optim.SGD):

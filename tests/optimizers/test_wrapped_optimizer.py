@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 
 class ScheduleFree(Optimizer):
@@ -90,7 +90,8 @@ def _outputs(model: nn.Module, net: nn.Module, rank: int) -> None:
         torch.testing.assert_close(model(inputs), net(inputs), rtol=1e-5, atol=1e-5)
 
 
-def _schedule_free(rank: int) -> None:
+@on_ranks()
+def test_a_schedule_free_optimizer_shows_its_two_kinds_of_weights(rank: int) -> None:
     for zero3_size, through_data in ((2, False), (4, True), (1, False)):
         case = f"S={zero3_size} data={through_data}"
         net = integer_net()
@@ -120,11 +121,8 @@ def _schedule_free(rank: int) -> None:
             optimizer.inner.train()
 
 
-def test_a_schedule_free_optimizer_shows_its_two_kinds_of_weights() -> None:
-    run_ranks(_schedule_free)
-
-
-def _inside_swapped(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_method_that_changes_masters_is_refused_where_it_would_be_undone(rank: int) -> None:
     model, optimizer = _sharded(lambda p: ScheduleFree(p, 2**-4))
     optimizer.train()
     backward(model, rank)
@@ -139,11 +137,8 @@ def _inside_swapped(rank: int) -> None:
     assert not different(full_parameters(model), before)
 
 
-def test_a_method_that_changes_masters_is_refused_where_it_would_be_undone() -> None:
-    run_ranks(_inside_swapped, world_size=2)
-
-
-def _hooks(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_hooks_run_once_a_step_with_the_optimizer_that_the_user_holds(rank: int) -> None:
     seen: list[tuple[str, str]] = []
     handles = [
         register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(("global pre", type(optimizer).__name__))),
@@ -184,10 +179,6 @@ def _hooks(rank: int) -> None:
         handle.remove()
 
 
-def test_hooks_run_once_a_step_with_the_optimizer_that_the_user_holds() -> None:
-    run_ranks(_hooks, world_size=2)
-
-
 class WithForeign(nn.Module):
     """Net with a parameter that another framework has made a DTensor."""
 
@@ -210,7 +201,8 @@ class Plain(nn.Module):
         return self.net(x) * self.scale
 
 
-def _foreign(rank: int) -> None:
+@on_ranks()
+def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters(rank: int) -> None:
     made = {}
     for case in ("together", "own group, foreach", "own optimizer"):
         source, alone = WithForeign(), Plain()
@@ -262,11 +254,8 @@ def source_of(optimizer: Any) -> Tensor:
     return optimizer.param_groups[0]["params"][-1]
 
 
-def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters() -> None:
-    run_ranks(_foreign)
-
-
-def _edited_groups(rank: int) -> None:
+@on_ranks()
+def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_group_is_the_way_out(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     net, others = integer_net(), [*model.second.parameters(), *model.head.parameters(), model.shift]
     theirs = exact_sgd([*net.first.parameters()])
@@ -298,10 +287,6 @@ def _edited_groups(rank: int) -> None:
     assert_same_bits(model, net, "after the way out")
 
 
-def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_group_is_the_way_out() -> None:
-    run_ranks(_edited_groups)
-
-
 class SlowWeights(Optimizer):
     """Optimizer that wraps another one and exposes its groups, like Lookahead."""
 
@@ -330,7 +315,8 @@ class SlowWeights(Optimizer):
         self.fast.zero_grad(set_to_none)
 
 
-def _around(rank: int) -> None:
+@on_ranks()
+def test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one(rank: int) -> None:
     net = integer_net()
     theirs = SlowWeights(exact_sgd(net.parameters()))
     model, fast = _sharded(exact_sgd)
@@ -346,10 +332,6 @@ def _around(rank: int) -> None:
     _outputs(model, net, rank)
 
 
-def test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one() -> None:
-    run_ranks(_around)
-
-
 class Rounded(torch.optim.SGD):
     """Rounds after the step of its base class, which runs torch's global hooks once an SGD exists in the process."""
 
@@ -360,7 +342,8 @@ class Rounded(torch.optim.SGD):
                 parameter.round_()
 
 
-def _step_of_a_base_class(rank: int) -> None:
+@on_ranks()
+def test_a_step_may_call_the_step_of_a_base_class_that_has_an_instance(rank: int) -> None:
     net, other = integer_net(), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     theirs = Rounded(net.parameters(), lr=0.5)
     model, optimizer = _sharded(lambda parameters: Rounded(parameters, lr=0.5))
@@ -369,11 +352,8 @@ def _step_of_a_base_class(rank: int) -> None:
     other.step()
 
 
-def test_a_step_may_call_the_step_of_a_base_class_that_has_an_instance() -> None:
-    run_ranks(_step_of_a_base_class)
-
-
-def _step_inner(rank: int) -> None:
+@on_ranks()
+def test_the_wrapped_optimizer_itself_refuses_to_step(rank: int) -> None:
     for factory in (torch.optim.SGD, torch.optim.AdamW):  # without and with state
         net = integer_net()
         model, optimizer = _sharded(lambda parameters, factory=factory: factory(parameters, lr=0.5))
@@ -382,7 +362,3 @@ def _step_inner(rank: int) -> None:
             optimizer.inner.step()
         assert_same_bits(model, net, "the step was refused")
         optimizer.step()
-
-
-def test_the_wrapped_optimizer_itself_refuses_to_step() -> None:
-    run_ranks(_step_inner)

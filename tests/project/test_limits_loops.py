@@ -32,14 +32,15 @@ from tests.support.graphs import (
 )
 from tests.support.late_transfers import late
 from tests.support.models import full_parameters, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
 
 # --- loops ---
 
 
-def _look_inside_a_backward(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_inside_a_backward_there_is_no_gradient_to_read(rank: int) -> None:
     model, seen = shard(blocks(2)), []
     for parameter in model.parameters():
         parameter.register_hook(lambda _, p=parameter: seen.append(p.grad))
@@ -48,11 +49,8 @@ def _look_inside_a_backward(rank: int) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_inside_a_backward_there_is_no_gradient_to_read() -> None:
-    run_ranks(_look_inside_a_backward, world_size=WORLD)
-
-
-def _nodes_with_other_numbers(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=10)
+def test_nodes_may_accumulate_different_numbers_of_micro_batches(rank: int) -> None:
     """Accumulate one micro-batch on node 0 and three on node 1, before the last."""
     for accumulation in ("sharded", "full"):
         torch.manual_seed(0)
@@ -67,10 +65,6 @@ def _nodes_with_other_numbers(rank: int) -> None:
             for number in (*range(counts[r]), 9):
                 one_pass(alone, r, number)
         assert_same_gradients(model, alone, accumulation)
-
-
-def test_nodes_may_accumulate_different_numbers_of_micro_batches() -> None:
-    run_ranks(_nodes_with_other_numbers, world_size=WORLD, pg_timeout=10)
 
 
 def _nodes_with_other_numbers_in_local_mode(rank: int) -> str:
@@ -150,7 +144,8 @@ def test_freezing_on_one_rank_only_is_an_error_there() -> None:
     assert "frozen or unfrozen" in run_ranks(_freeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
 
 
-def _unfreeze_low(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_low_precision_weights_are_unfrozen_before_or_sharded_in_fp32(rank: int) -> None:
     x = torch.ones(1, 4)
     early = layerzero.shard_model(nn.Linear(4, 4).bfloat16(), zero3_size=2)
     early.requires_grad_(False)
@@ -163,11 +158,8 @@ def _unfreeze_low(rank: int) -> None:
         assert model.weight.grad.dtype == torch.float32
 
 
-def test_low_precision_weights_are_unfrozen_before_or_sharded_in_fp32() -> None:
-    run_ranks(_unfreeze_low, world_size=WORLD)
-
-
-def _only_under_checkpoints(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_units_under_checkpoints_alone_have_the_right_gradients(rank: int) -> None:
     calls = []
     for inside in (True, False):
         torch.manual_seed(0)
@@ -188,10 +180,6 @@ def _only_under_checkpoints(rank: int) -> None:
             loss_of(forward(alone, batch(r, 0).requires_grad_(), inside)).backward()
         assert_same_gradients(model, alone, inside)
     assert calls[0] <= calls[1], calls
-
-
-def test_units_under_checkpoints_alone_have_the_right_gradients() -> None:
-    run_ranks(_only_under_checkpoints, world_size=WORLD)
 
 
 # --- optimizers ---
@@ -236,7 +224,8 @@ def test_state_that_is_quantized_in_blocks_depends_on_the_number_of_ranks() -> N
         assert largest > 1e-4 if differs else largest < 1e-6, (kind, largest)
 
 
-def _scaler_of_ignored(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_scaler_may_have_ignored_parameters(rank: int) -> None:
     net = integer_net()
     model = layerzero.shard_model(net, mesh=mesh_of(2), ignored_params=[net.shift])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -260,10 +249,6 @@ def _scaler_of_ignored(rank: int) -> None:
         scaler.step(optimizer)
     scaler.update()
     assert torch.equal(model.shift.detach(), expected)
-
-
-def test_a_scaler_may_have_ignored_parameters() -> None:
-    run_ranks(_scaler_of_ignored, world_size=2)
 
 
 def _nan_on_one_rank(rank: int) -> list[tuple[str, str]]:
@@ -299,7 +284,8 @@ def test_each_model_makes_five_process_groups() -> None:
     assert run_ranks(_groups_of_a_model, world_size=WORLD) == [[5, 5, 5]] * WORLD
 
 
-def _surprise(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_surprise_in_the_order_of_units_costs_16_bytes(rank: int) -> None:
     model = shard(blocks(3))
     for step in range(3):
         one_pass(model, rank, step)
@@ -310,11 +296,8 @@ def _surprise(rank: int) -> None:
     assert sent.calls["gather_order"] > 0 and sent.bytes["gather_order"] == 16 * sent.calls["gather_order"], sent
 
 
-def test_a_surprise_in_the_order_of_units_costs_16_bytes() -> None:
-    run_ranks(_surprise, world_size=WORLD, shared_memory="off")
-
-
-def _offload_with_one_replica(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_with_one_replica_there_are_no_accumulators_to_offload(rank: int) -> None:
     for size, moved in ((2, True), (4, False)):
         with late():
             model = shard(blocks(2), size, offload=Offload(grads=True))
@@ -324,11 +307,8 @@ def _offload_with_one_replica(rank: int) -> None:
         model.zero_grad()
 
 
-def test_with_one_replica_there_are_no_accumulators_to_offload() -> None:
-    run_ranks(_offload_with_one_replica, world_size=WORLD)
-
-
-def _after_a_failure(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=10)
+def test_after_a_failure_the_model_is_used_once_and_zeroed(rank: int) -> None:
     """Call model.zero_grad() after a failure: it counts from the next forward. A model on the same mesh continues."""
     mesh = mesh_of(2)
     torch.manual_seed(0)
@@ -354,11 +334,8 @@ def _after_a_failure(rank: int) -> None:
         assert_same_gradients(net, reference, "after a failure")
 
 
-def test_after_a_failure_the_model_is_used_once_and_zeroed() -> None:
-    run_ranks(_after_a_failure, world_size=WORLD, pg_timeout=10)
-
-
-def _late_penalty(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=10)
+def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync(rank: int) -> None:
     model = shard(blocks(2))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     with layerzero.no_sync(model):
@@ -369,10 +346,6 @@ def _late_penalty(rank: int) -> None:
             (loss + penalty).backward()
     optimizer.zero_grad()
     one_pass(model, rank, 2)
-
-
-def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync() -> None:
-    run_ranks(_late_penalty, world_size=WORLD, pg_timeout=10)
 
 
 class _Tower(nn.Module):
@@ -389,7 +362,8 @@ class _Tower(nn.Module):
         return self.other(hidden) + self.tower(raw)
 
 
-def _stays_gathered(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends(rank: int) -> None:
     for first, needs in itertools.product((False, True), (False, True)):
         model = layerzero.shard_model(_Tower(first), mesh=mesh_of(2), units=["tower", "other"])
         units = {unit.name: unit for unit in get_state(model).units}
@@ -402,7 +376,3 @@ def _stays_gathered(rank: int) -> None:
         loss.backward()
         assert seen == [first and not needs], (first, needs, seen)
         assert not any(unit.gathered for unit in units.values())
-
-
-def test_a_first_unit_on_raw_data_stays_gathered_until_the_backward_ends() -> None:
-    run_ranks(_stays_gathered, world_size=2)

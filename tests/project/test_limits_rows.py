@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 
 import layerzero
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 2
 TORCHS_OWN = "."  # which differs between versions of torch
@@ -58,7 +58,8 @@ class Sibling(nn.Module):
         return self.last(self.first(x)) @ self.first.weight
 
 
-def _weight_of_a_sibling(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_weight_that_a_sibling_reads_belongs_to_the_parent(rank: int) -> None:
     _refused(
         lambda: _train(_shard(Sibling(), units=["first", "last"])),
         r"first.weight.*Call model\(x\), not model\.forward\(x\)",
@@ -72,11 +73,8 @@ def _weight_of_a_sibling(rank: int) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-def test_a_weight_that_a_sibling_reads_belongs_to_the_parent() -> None:
-    run_ranks(_weight_of_a_sibling, world_size=WORLD)
-
-
-def _renormalized(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalized_between_steps(rank: int) -> None:
     ids = torch.tensor([0, 1, 2])
     model = _shard(nn.Embedding(4, 3, max_norm=0.1))
     _refused(lambda: model(ids).sum().backward(), "changed in place")
@@ -87,11 +85,8 @@ def _renormalized(rank: int) -> None:
     assert model(ids).norm(dim=1).max() < 0.11
 
 
-def test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalized_between_steps() -> None:
-    run_ranks(_renormalized, world_size=WORLD)
-
-
-def _unusual_tensors(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_lazy_parameters_and_sparse_buffers_have_their_ways_out(rank: int) -> None:
     lazy = nn.Sequential(nn.LazyLinear(3))
     _refused(lambda: _shard(lazy), "no shape yet")
     with warnings.catch_warnings():
@@ -104,11 +99,8 @@ def _unusual_tensors(rank: int) -> None:
     _train(_shard(model, sync_module_states=False))
 
 
-def test_lazy_parameters_and_sparse_buffers_have_their_ways_out() -> None:
-    run_ranks(_unusual_tensors, world_size=WORLD)
-
-
-def _others_around(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise(rank: int) -> None:
     outer = nn.Sequential(nn.Linear(5, 5), _shard(nn.Linear(5, 5)))
     _refused(lambda: fully_shard(outer, mesh=init_device_mesh("cpu", (WORLD,))), TORCHS_OWN)
     model = _shard(integer_net(), units=["first"])
@@ -119,11 +111,8 @@ def _others_around(rank: int) -> None:
     _train(_shard(pruned, units=["first"]))
 
 
-def test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise() -> None:
-    run_ranks(_others_around, world_size=WORLD)
-
-
-def _gradient_per_sample(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_transforms_work_on_an_unsharded_copy(rank: int) -> None:
     """Compute per-sample gradients on an unsharded copy, from full_state_dict."""
     model = _shard(integer_net(1), units=IntegerNet.UNITS)
     plain = integer_net()
@@ -138,11 +127,8 @@ def _gradient_per_sample(rank: int) -> None:
         assert torch.equal(each["first.weight"][index], plain.first.weight.grad)
 
 
-def test_transforms_work_on_an_unsharded_copy() -> None:
-    run_ranks(_gradient_per_sample, world_size=WORLD)
-
-
-def _values(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_values_that_are_assigned_are_copied_and_initializations_by_index_are_refused(rank: int) -> None:
     model, other = _shard(integer_net()), _shard(integer_net(1))
     source = other.first.weight.detach()
     model.first.weight.data = source
@@ -166,11 +152,8 @@ def _values(rank: int) -> None:
     assert flat.weight.full_tensor().eq(0).sum() == 8
 
 
-def test_values_that_are_assigned_are_copied_and_initializations_by_index_are_refused() -> None:
-    run_ranks(_values, world_size=WORLD)
-
-
-def _generator_of_a_computed_tensor(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_generator_is_ignored_by_torch_for_computed_tensors_and_heeded_for_ours(rank: int) -> None:
     parameter = _shard(nn.Linear(5, 6)).weight
 
     def draw(into: Callable[[], Tensor], seed: int) -> Tensor:
@@ -185,10 +168,6 @@ def _generator_of_a_computed_tensor(rank: int) -> None:
     assert not torch.equal(draw(computed, 0), draw(computed, 1)), "torch heeds generator= now: correct docs/limits.md"
     for right in (lambda: torch.zeros_like(parameter), lambda: parameter):
         assert torch.equal(draw(right, 0), draw(right, 1))
-
-
-def test_a_generator_is_ignored_by_torch_for_computed_tensors_and_heeded_for_ours() -> None:
-    run_ranks(_generator_of_a_computed_tensor, world_size=WORLD)
 
 
 class NoReset(nn.Module):
@@ -221,7 +200,8 @@ def _fill(module: nn.Module) -> None:
             parameter.fill_(2.0)
 
 
-def _from_meta(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_from_meta_all_ranks_start_there_and_every_module_is_initialized(rank: int) -> None:
     def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             return make()
@@ -235,10 +215,6 @@ def _from_meta(rank: int) -> None:
     assert not different(full_parameters(model), dict(integer_net(1).named_parameters()))
 
 
-def test_from_meta_all_ranks_start_there_and_every_module_is_initialized() -> None:
-    run_ranks(_from_meta, world_size=WORLD)
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -249,14 +225,11 @@ class Normed(nn.Module):
         return self.norm(self.linear(x).float())
 
 
-def _batch_norm_left_out(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_batch_norm_beside_bf16_may_be_left_out(rank: int) -> None:
     model = Normed()
     _train(_shard(model, mp_policy=BF16, ignored_modules=[model.norm]))
     assert model.norm.running_mean.any() and model.norm.weight.grad is not None
-
-
-def test_batch_norm_beside_bf16_may_be_left_out() -> None:
-    run_ranks(_batch_norm_left_out, world_size=WORLD)
 
 
 def _load_on_one_rank_first(rank: int, on: int) -> None:

@@ -20,7 +20,7 @@ from layerzero.layout.shard_grid import Extent
 from layerzero.utils.bit_sums import sum64
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -201,7 +201,8 @@ def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool
     run_ranks(_all_that_is_allowed, str(tmp_path), size, low, shared_memory=None)
 
 
-def _now_and_then(rank: int) -> None:
+@on_ranks()
+def test_a_step_is_refused_where_it_is_looked_at(rank: int) -> None:
     model, optimizer, handles = _net(2, low=True)
     guard = layerzero.guard_corruption(model, optimizer, every=3)
     for step in range(5):
@@ -221,10 +222,6 @@ def _now_and_then(rank: int) -> None:
     )
     with pytest.raises(ValueError, match="every must be"):
         layerzero.guard_corruption(model, optimizer, every=0)
-
-
-def test_a_step_is_refused_where_it_is_looked_at() -> None:
-    run_ranks(_now_and_then)
 
 
 def test_every_single_flip_changes_the_sum() -> None:

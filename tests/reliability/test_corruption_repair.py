@@ -17,7 +17,7 @@ from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip, places
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,8 @@ def test_what_cannot_be_made_anew_needs_a_checkpoint(tmp_path: Path, what: str, 
     run_ranks(_lost, str(tmp_path), what, low)
 
 
-def _persistent(rank: int) -> None:
+@on_ranks()
+def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault(rank: int) -> None:
     """Simulate a memory cell that does not keep written values."""
     run = _Run(2, low=True)
     run.step(rank, 0)
@@ -168,11 +169,8 @@ def _persistent(rank: int) -> None:
         assert not raised.value.recoverable and "Load the last checkpoint, and check the memory" in str(raised.value)
 
 
-def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault() -> None:
-    run_ranks(_persistent)
-
-
-def _gradient_again(rank: int) -> None:
+@on_ranks()
+def test_a_gradient_that_is_wrong_again_is_a_persistent_fault(rank: int) -> None:
     """Repeat a step with a flipped gradient. The repetition rewrites it; if it is wrong again, its memory is broken."""
     run = _Run(2, low=True)
     run.step(rank, 0)
@@ -193,11 +191,9 @@ def _gradient_again(rank: int) -> None:
         run.guard.recover()
 
 
-def test_a_gradient_that_is_wrong_again_is_a_persistent_fault() -> None:
-    run_ranks(_gradient_again)
-
-
-def _frozen(rank: int, every: int) -> None:
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks()
+def test_frozen_weights_are_made_anew_where_each_step_is_looked_at(rank: int, every: int) -> None:
     """Flip frozen weights, which steps do not write. With rare checks the number of affected steps is unknown."""
     model = integer_net()
     model.first.requires_grad_(False)
@@ -223,12 +219,8 @@ def _frozen(rank: int, every: int) -> None:
             guard.recover()
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_frozen_weights_are_made_anew_where_each_step_is_looked_at(every: int) -> None:
-    run_ranks(_frozen, every)
-
-
-def _scaled(rank: int) -> None:
+@on_ranks()
+def test_a_scaler_and_another_optimizer_repeat_the_step_too(rank: int) -> None:
     """Use a loss scaler with two optimizers, one of which has the guard."""
     results = []
     for faulty in (False, True):
@@ -260,11 +252,8 @@ def _scaled(rank: int) -> None:
     assert all(torch.equal(calm[name], repeated[name]) for name in calm) and scale == other == 2.0**9
 
 
-def test_a_scaler_and_another_optimizer_repeat_the_step_too() -> None:
-    run_ranks(_scaled)
-
-
-def _only_logs(rank: int) -> None:
+@on_ranks()
+def test_a_guard_that_only_logs_does_not_tell_to_recover(rank: int) -> None:
     run = _Run(2, low=True)
     run.guard.close()
     guard = layerzero.guard_corruption(run.model, run.optimizer, every=1, on_found="log")
@@ -279,7 +268,3 @@ def _only_logs(rank: int) -> None:
     )
     with pytest.raises(RuntimeError, match="no step was refused"):
         guard.recover()
-
-
-def test_a_guard_that_only_logs_does_not_tell_to_recover() -> None:
-    run_ranks(_only_logs)

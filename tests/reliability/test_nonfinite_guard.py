@@ -14,7 +14,7 @@ from layerzero.utils.nonfinite import nonfinite_names
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
 def _net(zero3_size: int, **settings: Any) -> tuple[nn.Module, list[Any]]:
@@ -116,7 +116,8 @@ def test_a_step_is_skipped_on_all_ranks_and_whose_it_was_is_said(
     assert lines[1:] == [[], [], []], "it is logged once"
 
 
-def _refused(rank: int) -> None:
+@on_ranks()
+def test_raise_names_the_rank_or_says_that_the_sum_overflowed(rank: int) -> None:
     model, optimizers = _net(2)
     guard = layerzero.guard_steps(model, *optimizers, nonfinite="raise")
     with pytest.raises(ValueError, match="already has a guard"):
@@ -141,11 +142,8 @@ def _refused(rank: int) -> None:
         layerzero.guard_steps(model, exact_sgd([nn.Parameter(torch.ones(1))]))
 
 
-def test_raise_names_the_rank_or_says_that_the_sum_overflowed() -> None:
-    run_ranks(_refused)
-
-
-def _scaled(rank: int) -> None:
+@on_ranks()
+def test_nobody_is_blamed_for_an_earlier_step(rank: int) -> None:
     """Let a scaler skip a step; the next step must not blame its rank."""
     model, (first, second) = _net(2)
     guard = layerzero.guard_steps(model, first, second)
@@ -158,11 +156,8 @@ def _scaled(rank: int) -> None:
     assert "rank 2" in guard.found and "rank 1" not in guard.found, guard.found
 
 
-def test_nobody_is_blamed_for_an_earlier_step() -> None:
-    run_ranks(_scaled)
-
-
-def _evaluates(rank: int) -> None:
+@on_ranks()
+def test_an_evaluation_before_the_step_forgets_no_blame(rank: int) -> None:
     """Evaluate before the step. No rank uses all parameters, so the used parameters are not known yet."""
     model = shard(blocks(3))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -178,20 +173,13 @@ def _evaluates(rank: int) -> None:
     assert "rank 1" in guard.found and "rank 0" not in guard.found, guard.found
 
 
-def test_an_evaluation_before_the_step_forgets_no_blame() -> None:
-    run_ranks(_evaluates)
-
-
-def _alone(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_one_process_is_guarded_too(rank: int) -> None:
     model, optimizers = _net(1)
     layerzero.guard_steps(model, *optimizers, nonfinite="raise")
     _pass(model, rank, 0, spoil={0: math.nan})
     with pytest.raises(layerzero.NonFiniteGradients, match=r"no parameter has been updated: 'second\.weight"):
         optimizers[0].step()
-
-
-def test_one_process_is_guarded_too() -> None:
-    run_ranks(_alone, world_size=1)
 
 
 def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
@@ -208,7 +196,8 @@ def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
         assert nonfinite_names({"all": torch.full((3,), largest, dtype=dtype)}) == [], "though their sum overflows"
 
 
-def _one_half_is_bad(rank: int) -> None:
+@on_ranks()
+def test_where_one_optimizer_skips_all_do_for_that_batch(rank: int) -> None:
     """Spoil only gradients of the first optimizer, which are gone when the second one checks."""
     model, optimizers = _net(2)
     guard = layerzero.guard_steps(model, *optimizers, skips=9)
@@ -236,7 +225,3 @@ def _one_half_is_bad(rank: int) -> None:
     before = full_parameters(model)
     optimizers[1].step()
     assert different(full_parameters(model), before)
-
-
-def test_where_one_optimizer_skips_all_do_for_that_batch() -> None:
-    run_ranks(_one_half_is_bad)

@@ -23,7 +23,7 @@ from layerzero import PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import DIGEST_BYTES
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MODES = ("sharded", "full", "local")
@@ -151,7 +151,8 @@ def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_si
     run_ranks(_count, zero3_size, world_size=data_parallel, shared_memory="off")
 
 
-def _count_between_nodes(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_bytes_between_nodes_depend_on_the_number_of_micro_batches_only_in_local_mode(rank: int) -> None:
     # (1 - 1/R) * (N/S) * (A' * replica_reduce bytes + compute bytes), with A' = A for "local", otherwise 1;
     # see "Process groups" in architecture.md.
     mesh = layerzero.init_mesh(2)
@@ -165,16 +166,13 @@ def _count_between_nodes(rank: int) -> None:
             assert traffic.bytes_by_axis["replica"] == expected, f"{mode} {precision} A={micro_batches}"
 
 
-def test_bytes_between_nodes_depend_on_the_number_of_micro_batches_only_in_local_mode() -> None:
-    run_ranks(_count_between_nodes, shared_memory="off")
-
-
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
     """Return nonzero call counts except "gather_order", which a first pass needs because its order is unknown."""
     return {name: calls for name, calls in traffic.calls.items() if calls and name != "gather_order"}
 
 
-def _count_inside_no_sync(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_no_sync_reduces_inside_a_node_in_sharded_mode_and_over_all_ranks_in_local_mode(rank: int) -> None:
     mesh = layerzero.init_mesh(2)
     for mode in MODES:
         model, optimizer = sharded_net(mesh, accumulation=mode)
@@ -197,11 +195,8 @@ def _count_inside_no_sync(rank: int) -> None:
         assert counted == late, f"{mode}: {traffic}"
 
 
-def test_no_sync_reduces_inside_a_node_in_sharded_mode_and_over_all_ranks_in_local_mode() -> None:
-    run_ranks(_count_inside_no_sync, shared_memory="off")
-
-
-def _count_other_schedules(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduces(rank: int) -> None:
     mesh = layerzero.init_mesh(2)
     for settings, forwards, gathers in (
         ({"reshard_after_forward": False}, 1, 1),
@@ -228,10 +223,6 @@ def _count_other_schedules(rank: int) -> None:
     optimizer.zero_grad()
     report = layerzero.traffic(model)
     assert not any(report.calls.values()) and not any(report.bytes.values()), "zero_grad sends nothing"
-
-
-def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduces() -> None:
-    run_ranks(_count_other_schedules, shared_memory="off")
 
 
 def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Precision) -> dict[str, int]:
@@ -293,7 +284,8 @@ def test_held_bytes_are_the_predicted_ones_and_do_not_grow(data_parallel: int) -
     run_ranks(_weigh, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory="off")
 
 
-def _full_at_once(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_no_more_units_are_whole_than_the_root_the_current_one_and_those_ahead(rank: int) -> None:
     mesh = layerzero.init_mesh(2)
     for prefetch in (0, 1):
         model = layerzero.shard_model(
@@ -313,10 +305,6 @@ def _full_at_once(rank: int) -> None:
         assert len(seen) == 8 and max(seen) <= 2 + prefetch, f"root, this unit and {prefetch} ahead: {seen}"
 
 
-def test_no_more_units_are_whole_than_the_root_the_current_one_and_those_ahead() -> None:
-    run_ranks(_full_at_once, shared_memory="off")
-
-
 class Mixed(nn.Module):
     """Net with units of two dtypes, one of them frozen."""
 
@@ -330,7 +318,8 @@ class Mixed(nn.Module):
         return self.head(self.frozen(self.low(x.to(BF16)).float()))
 
 
-def _frozen_and_low(rank: int) -> None:
+@on_ranks(shared_memory="off")
+def test_frozen_weights_are_neither_reduced_nor_refreshed(rank: int) -> None:
     model = layerzero.shard_model(Mixed(), zero3_size=2, units=("low", "frozen", "head"))
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
     handles = {handle.name: handle for handle in get_state(model).handles}
@@ -351,11 +340,8 @@ def _frozen_and_low(rank: int) -> None:
     assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted
 
 
-def test_frozen_weights_are_neither_reduced_nor_refreshed() -> None:
-    run_ranks(_frozen_and_low, shared_memory="off")
-
-
-def _reentrant(rank: int) -> None:
+@on_ranks()
+def test_units_in_reentrant_checkpoints_without_a_root_are_reduced_once(rank: int) -> None:
     """Call units without a forward of the root, one of them under reentrant activation checkpointing.
 
     The backward of that unit is nested in the outer backward.
@@ -381,7 +367,3 @@ def _reentrant(rank: int) -> None:
             assert torch.equal(ours, alone.get_parameter(name).grad), name
         model.zero_grad()
         alone.zero_grad()
-
-
-def test_units_in_reentrant_checkpoints_without_a_root_are_reduced_once() -> None:
-    run_ranks(_reentrant)

@@ -33,7 +33,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
+from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -125,7 +125,8 @@ def test_models_in_turn_leave_nothing_behind(shared_memory: str | None) -> None:
     run_ranks(_in_turn, 18, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _mesh_of_the_user(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_the_mesh_of_the_user_stays(rank: int) -> None:
     mesh = mesh_of(2)
     sharded(rank, mesh=mesh)
     before = counts()
@@ -140,11 +141,8 @@ def _mesh_of_the_user(rank: int) -> None:
     assert number.item() == 2
 
 
-def test_the_mesh_of_the_user_stays() -> None:
-    run_ranks(_mesh_of_the_user, world_size=WORLD)
-
-
-def _cycle(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_model_in_a_cycle_of_the_user_is_released_by_the_collector(rank: int) -> None:
     sharded(rank)
     before = counts()
     with without_collector():
@@ -158,11 +156,8 @@ def _cycle(rank: int) -> None:
     assert weak() is None
 
 
-def test_a_model_in_a_cycle_of_the_user_is_released_by_the_collector() -> None:
-    run_ranks(_cycle, world_size=WORLD)
-
-
-def _at_different_times(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_ranks_may_collect_at_different_times(rank: int) -> None:
     """Release models at different times per rank; group names must not depend on counts that then differ."""
     sharded(rank), sharded(rank, 4)
     before = counts()
@@ -186,11 +181,8 @@ def _at_different_times(rank: int) -> None:
     assert not more, more
 
 
-def test_ranks_may_collect_at_different_times() -> None:
-    run_ranks(_at_different_times, world_size=WORLD, pg_timeout=20)
-
-
-def _parameters_live_on(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_parameters_that_outlive_the_model_can_still_be_gathered(rank: int) -> None:
     model, optimizer = sharded(rank)
     expected = full_parameters(model)
     kept = dict(model.named_parameters())
@@ -200,14 +192,11 @@ def _parameters_live_on(rank: int) -> None:
     assert not different({name: parameter.full_tensor() for name, parameter in kept.items()}, expected)
 
 
-def test_parameters_that_outlive_the_model_can_still_be_gathered() -> None:
-    run_ranks(_parameters_live_on, world_size=WORLD)
-
-
 # Failures
 
 
-def _failed_initialization(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_a_shard_model_that_fails_releases_what_it_made(rank: int) -> None:
     def initialize(module: nn.Module) -> None:
         if rank == 1:
             raise ValueError("no weights here")
@@ -226,10 +215,6 @@ def _failed_initialization(rank: int) -> None:
     more = grown(before)
     assert not more, more
     assert keys() < keys_before + 3 * 3 * WORLD * 2  # the addresses of three times five groups, and three errors
-
-
-def test_a_shard_model_that_fails_releases_what_it_made() -> None:
-    run_ranks(_failed_initialization, world_size=WORLD, pg_timeout=20)
 
 
 class _Raises(nn.Module):
@@ -319,7 +304,8 @@ def test_a_closed_model_has_released_everything_and_says_so(shared_memory: str |
     run_ranks(_closed, world_size=WORLD, shared_memory=shared_memory)
 
 
-def _close_while_a_loss_is_alive(rank: int) -> None:
+@on_ranks(world_size=2, shared_memory="off")
+def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch(rank: int) -> None:
     model, optimizer = sharded(rank)
     state = get_state(model)
     pools = [weakref.ref(state.pools.scratch), weakref.ref(state.pools.full)]
@@ -334,11 +320,8 @@ def _close_while_a_loss_is_alive(rank: int) -> None:
     assert [pool() for pool in pools] == [None, None] and loss.grad_fn is not None
 
 
-def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch() -> None:
-    run_ranks(_close_while_a_loss_is_alive, world_size=2, shared_memory="off")
-
-
-def _inside(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_close_is_refused_inside_a_pass(rank: int) -> None:
     model, optimizer = sharded(rank)
     loss = integer_loss(model, integer_batch(rank=rank))
     loss.register_hook(lambda _: layerzero.close(model))
@@ -368,10 +351,6 @@ def _inside(rank: int) -> None:
             use()
 
 
-def test_close_is_refused_inside_a_pass() -> None:
-    run_ranks(_inside, world_size=WORLD)
-
-
 def _saving(rank: int, folder: str) -> None:
     sharded(rank)
     before = counts()
@@ -398,7 +377,8 @@ def test_a_save_in_the_background_ends_first(tmp_path: Any) -> None:
     run_ranks(_saving, str(tmp_path), world_size=WORLD)
 
 
-def _shared_parameters(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="auto")
+def test_the_rows_of_a_closed_model_keep_no_shared_memory(rank: int) -> None:
     model, optimizer = sharded(rank)
     assert counts()["mappings"]
     layerzero.close(model)
@@ -406,14 +386,11 @@ def _shared_parameters(rank: int) -> None:
     assert [parameter.to_local().sum() for parameter in model.parameters()] and optimizer
 
 
-def test_the_rows_of_a_closed_model_keep_no_shared_memory() -> None:
-    run_sharing(_shared_parameters, world_size=WORLD)
-
-
 # Resources outside the model
 
 
-def _watched(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_watchdog_ends_with_its_model(rank: int) -> None:
     model, optimizer = sharded(rank)
     layerzero.watchdog(model).close()
     del model, optimizer
@@ -430,11 +407,8 @@ def _watched(rank: int) -> None:
         assert keys() <= keys_before
 
 
-def test_a_watchdog_ends_with_its_model() -> None:
-    run_ranks(_watched, world_size=WORLD)
-
-
-def _on_another_backend(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_groups_of_other_backends_end_on_all_ranks_together(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     sharded(rank, mesh=mesh)
@@ -460,10 +434,6 @@ def _on_another_backend(rank: int) -> None:
     del model, optimizer
 
 
-def test_groups_of_other_backends_end_on_all_ranks_together() -> None:
-    run_ranks(_on_another_backend, world_size=WORLD, pg_timeout=20)
-
-
 class Square(nn.Linear):
     """Model that returns its loss."""
 
@@ -478,7 +448,8 @@ def make_batch(index: int, rank: int) -> Tensor:
     return torch.ones(2, 4) + index + rank
 
 
-def _verified(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_verify_and_plan_leave_nothing_behind(rank: int) -> None:
     before: dict[str, int] = {}
     for _ in range(3):
         assert layerzero.verify(Square, make_batch, steps=1, zero3_sizes=[2]).ok
@@ -486,10 +457,6 @@ def _verified(rank: int) -> None:
         more = grown(before) if before else []
         assert not more, more
         before = counts()
-
-
-def test_verify_and_plan_leave_nothing_behind() -> None:
-    run_ranks(_verified, world_size=WORLD)
 
 
 @pytest.mark.exhaustive

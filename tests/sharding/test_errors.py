@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import layerzero
 from layerzero import Codecs, LayerZeroConfig, Offload, PrecisionPolicy
 from tests.support.models import integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 WORLD = 4
 BAD = (TypeError, ValueError)  # where either is acceptable
@@ -360,7 +360,8 @@ def test_mistake_is_refused_with_the_value_and_the_way_out(
         assert not missing, f"rank {rank}: no {missing} in {refusal}"
 
 
-def _shard_after_refusals(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_refused_model_is_unchanged_and_can_be_sharded(rank: int) -> None:
     model = integer_net()
     before = dict(model.named_parameters())
     for settings in ({"units": ["third"]}, {"prefetch": -1}, {"accumulation": "half"}, {"zero3_size": 3}):
@@ -370,10 +371,6 @@ def _shard_after_refusals(rank: int) -> None:
         assert all(after[name] is p and not isinstance(p, DTensor) for name, p in before.items()), settings
     _shard(model)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_refused_model_is_unchanged_and_can_be_sharded() -> None:
-    run_ranks(_shard_after_refusals, world_size=WORLD)
 
 
 def test_sharding_without_torch_distributed_says_what_to_call() -> None:

@@ -25,7 +25,7 @@ from tests.support.models import (
     integer_loss,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -196,13 +196,10 @@ CASES = [  # ep; S of the rest, S of the experts
 ]
 
 
-def _trains(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_experts_on_a_mesh_of_their_own_train_as_one_process(rank: int) -> None:
     for ep, size, expert_size, settings in CASES:
         train(ep, size, rank, expert_size=expert_size, **settings)
-
-
-def test_experts_on_a_mesh_of_their_own_train_as_one_process() -> None:
-    run_ranks(_trains, world_size=4)
 
 
 class Late(torch.autograd.Function):
@@ -259,7 +256,8 @@ def _skips(rank: int) -> None:
         train(ep, size, rank, skips=True, **settings)
 
 
-def _unused(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_experts_without_tokens_have_a_gradient_where_they_are_one_parameter_with_others(rank: int) -> None:
     """Send all tokens to the first experts in one layer and to the last ones in the other."""
     batch = torch.eye(5)[:1].repeat(2, 1), torch.ones(2, 3)
     alone = Net()
@@ -277,16 +275,13 @@ def _unused(rank: int) -> None:
                 assert gradient is None
 
 
-def test_experts_without_tokens_have_a_gradient_where_they_are_one_parameter_with_others() -> None:
-    run_ranks(_unused, world_size=4)
-
-
 def test_ranks_whose_experts_got_no_tokens_keep_nobody_waiting() -> None:
     """In other expert-parallel groups other units are called, between all-to-alls of tokens."""
     run_ranks(_skips, world_size=4)
 
 
-def _shown(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_users_see_all_experts(rank: int) -> None:
     alone = Net()
     for ep, size in ((2, 2), (4, 1)):
         model, _ = shard(ep, 2, expert_size=size)
@@ -324,10 +319,6 @@ def _shown(rank: int) -> None:
             model(integer_batch(rank=rank)[0])
 
 
-def test_users_see_all_experts() -> None:
-    run_ranks(_shown, world_size=4)
-
-
 def _scaled(rank: int, experts_first: bool) -> None:
     """Let the experts of one ep rank overflow."""
     for dtensor, expert_size in ((True, 2), (False, 1)):
@@ -353,7 +344,8 @@ def test_a_scaler_skips_on_all_ranks() -> None:
     run_ranks(_scaled, False, world_size=4)
 
 
-def _scaled_alone(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_a_scaler_of_plain_experts_alone_is_refused(rank: int) -> None:
     """Refuse an optimizer of experts only: ranks without tokens would not take part in its overflow check."""
     model, _ = shard(2, 2, dtensor=False)
     experts = [p for name, p in model.named_parameters() if "experts" in name]
@@ -364,10 +356,6 @@ def _scaled_alone(rank: int) -> None:
         NotImplementedError, match=r"experts.weight.*Add parameters that all ranks share to the optimizer"
     ):
         scaler.step(optimizer)
-
-
-def test_a_scaler_of_plain_experts_alone_is_refused() -> None:
-    run_ranks(_scaled_alone, world_size=4)
 
 
 def _step(model: nn.Module, optimizer: Any, batches: Any) -> None:
@@ -403,7 +391,8 @@ def test_one_checkpoint_has_all_experts_and_goes_to_other_sizes(tmp_path: Path) 
         run_ranks(_loads, tmp_path, ep, expert_size, world_size=world)
 
 
-def _refuses(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(rank: int) -> None:
     own, axis = meshes(2, 1)
     rest = layerzero.init_mesh(2)
 
@@ -427,11 +416,8 @@ def _refuses(rank: int) -> None:
         layerzero.shard_model(outer.layers[0].experts, mesh=own)
 
 
-def test_meshes_that_do_not_fit_are_one_error_on_all_ranks() -> None:
-    run_ranks(_refuses, world_size=4)
-
-
-def _three_axes(rank: int) -> None:
+@on_ranks(world_size=8, timeout=300, pg_timeout=100)
+def test_expert_data_and_tensor_parallel_together_train_as_one_process(rank: int) -> None:
     """Shard experts on (ep, tp), the rest tensor parallel: four data-parallel ranks, two of them for experts."""
     whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     ep, tp = whole["dp_shard"], whole["tp"]
@@ -461,7 +447,3 @@ def _three_axes(rank: int) -> None:
         assert not different(full_parameters(model), dict(alone.named_parameters()))
     state = layerzero.full_state_dict(model)
     assert not different(state, alone.state_dict() if rank == 0 else {})
-
-
-def test_expert_data_and_tensor_parallel_together_train_as_one_process() -> None:
-    run_ranks(_three_axes, world_size=8, timeout=300, pg_timeout=100)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import layerzero
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, assert_same_gradients, batch, compare, shard
 from tests.support.models import TiedTransformer, full_parameters
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
 
 class Coder(Block):
@@ -94,7 +94,8 @@ def test_methods_are_trained_as_in_one_process(run: Any) -> None:
     run(_trained, world_size=WORLD)
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_what_is_no_method_of_a_sharded_module_is_refused(rank: int) -> None:
     model = shard(AutoEncoder())
     with pytest.raises(AttributeError, match="sing"):
         layerzero.register_forward_method(model, "sing")
@@ -133,10 +134,6 @@ def _refused(rank: int) -> None:
     assert dead() is None  # without the garbage collector
 
 
-def test_what_is_no_method_of_a_sharded_module_is_refused() -> None:
-    run_ranks(_refused, world_size=WORLD)
-
-
 class Speaker(TiedTransformer):
     """Generates greedily; each token is a forward of the root inside `generate`."""
 
@@ -148,7 +145,8 @@ class Speaker(TiedTransformer):
         return tokens
 
 
-def _generated(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_generation_is_that_of_one_process(rank: int) -> None:
     alone = Speaker()
     model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(2), units=Speaker.UNITS)
     layerzero.register_forward_method(model, "generate")
@@ -161,11 +159,8 @@ def _generated(rank: int) -> None:
     assert torch.equal(model.generate(prompt, 2), alone.generate(prompt, 2))
 
 
-def test_generation_is_that_of_one_process() -> None:
-    run_ranks(_generated, world_size=WORLD)
-
-
-def _casting(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_inputs_and_outputs_of_methods_are_cast(rank: int) -> None:
     seen = []
 
     class Asking(Block):
@@ -187,10 +182,6 @@ class _Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x)
-
-
-def test_inputs_and_outputs_of_methods_are_cast() -> None:
-    run_ranks(_casting, world_size=WORLD)
 
 
 # --- forwards inside unsharded ---
@@ -236,7 +227,8 @@ def test_forwards_without_gradients_run_on_whole_parameters(run: Any) -> None:
     run(_inside, world_size=WORLD)
 
 
-def _inside_in_low_precision(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_forward_inside_unsharded_computes_in_the_precision_of_the_masters(rank: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     alone = AutoEncoder().float()
     model = shard(copy.deepcopy(alone), mp_policy=policy)
@@ -248,7 +240,3 @@ def _inside_in_low_precision(rank: int) -> None:
     alone.load_state_dict(whole)
     with torch.no_grad():
         assert torch.equal(output, alone(batch(0, 0).bfloat16().float()))
-
-
-def test_a_forward_inside_unsharded_computes_in_the_precision_of_the_masters() -> None:
-    run_ranks(_inside_in_low_precision, world_size=WORLD)

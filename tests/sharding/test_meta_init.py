@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero import PrecisionPolicy
 from layerzero.sharding.meta_init import fill_sentinel, has_sentinel
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 INV_FREQ = r"no values were written to 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="
 
@@ -99,7 +99,8 @@ def _same_as(source: nn.Module, model: nn.Module) -> None:
     model(_x()).sum().backward()
 
 
-def _unwritten_buffers(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_first_forward(rank: int) -> None:
     source = _source()
     model = _shard(_nothing)
     layerzero.load_full_state_dict(model, source.state_dict())
@@ -114,11 +115,8 @@ def _unwritten_buffers(rank: int) -> None:
     _same_as(source, model)
 
 
-def test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_first_forward() -> None:
-    run_ranks(_unwritten_buffers, world_size=2)
-
-
-def _unwritten_parameters(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_parameters_that_nothing_has_written_are_refused_at_the_first_forward(rank: int) -> None:
     source = _source()
     model = _shard(_tables_only)
     _refused(model, r"no values were written to .*'norm\.num_batches_tracked', 'first\.weight'.*load_full_state_dict")
@@ -126,10 +124,6 @@ def _unwritten_parameters(rank: int) -> None:
     _same_as(source, model)
     # One missing row counts as unwritten, like a full parameter.
     _refused(_shard(_forget_bias), r"no values were written to '(first|head)\.bias'.* after")
-
-
-def test_parameters_that_nothing_has_written_are_refused_at_the_first_forward() -> None:
-    run_ranks(_unwritten_parameters, world_size=2)
 
 
 def _right_recipes(rank: int, folder: str) -> None:
@@ -151,7 +145,8 @@ def test_recipes_that_write_everything_in_the_end_are_left_alone(tmp_path: Path)
     run_ranks(_right_recipes, str(tmp_path / "checkpoint"), world_size=2)
 
 
-def _one_rank_forgets(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_ranks_that_initialize_for_themselves_hear_of_one_that_did_not(rank: int) -> None:
     model = _shard(_all if rank == 0 else _tables_only, sync_module_states=False)
     said = "no values were written to .*'first.weight'"
     if rank == 0:
@@ -159,10 +154,6 @@ def _one_rank_forgets(rank: int) -> None:
     _refused(model, said)
     layerzero.load_full_state_dict(model, _source().state_dict())
     _same_as(_source(), model)
-
-
-def test_ranks_that_initialize_for_themselves_hear_of_one_that_did_not() -> None:
-    run_ranks(_one_rank_forgets, world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import layerzero
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks, compare, loss_of, shard
 from tests.support.launches import launches_of
 from tests.support.logs import logged
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -73,39 +73,30 @@ def by_lists(model: nn.Module, rank: int, step: int) -> None:
 WAYS = {"unsharded ahead": unsharded_ahead, "stay": stay_for_micro_batches, "by lists": by_lists}
 
 
-def _right(rank: int, way: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(world_size=WORLD)
+def test_gradients_are_those_of_one_process(rank: int, way: str) -> None:
     for settings in (*MODES, {"size": 4, "reshard_after_forward": 2}, {"size": 1}):
         compare(rank, way, Case(blocks, WAYS[way]), **settings)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_one_process(way: str) -> None:
-    run_ranks(_right, way, world_size=WORLD)
-
-
-def _right_shared(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="auto")
+def test_gradients_are_those_of_one_process_in_shared_memory(rank: int) -> None:
     for way, step in WAYS.items():
         compare(rank, way, Case(blocks, step))
-
-
-def test_gradients_are_those_of_one_process_in_shared_memory() -> None:
-    run_sharing(_right_shared, world_size=WORLD)
 
 
 # --- each method does what it says ---
 
 
-def _edit(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_reshard_keeps_edits_of_full_parameters(rank: int) -> None:
     model = shard(blocks())
     with layerzero.unsharded(model, writeback=True), torch.no_grad():
         model.units[0].linear.weight.fill_(2)
         model.units[0].reshard()
     assert (model.units[0].linear.weight.full_tensor() == 2).all()
-
-
-def test_reshard_keeps_edits_of_full_parameters() -> None:
-    run_ranks(_edit, world_size=WORLD)
 
 
 def _unshard(rank: int) -> None:
@@ -232,15 +223,12 @@ def _reduced(rank: int) -> None:
             method(False, recurse=False)
 
 
-def _what_they_say(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_each_does_what_it_says(rank: int) -> None:
     _unshard(rank)
     _when_it_is_freed(rank)
     _prefetched(rank)
     _reduced(rank)
-
-
-def test_each_does_what_it_says() -> None:
-    run_ranks(_what_they_say, world_size=WORLD)
 
 
 class Own(Block):
@@ -251,17 +239,14 @@ class Own(Block):
         return super().forward(x)
 
 
-def _own_methods(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_methods_of_the_user_stay_and_the_log_says_so(rank: int) -> None:
     with logged() as lines:
         model = layerzero.shard_model(nn.Sequential(Own(), Own()), mesh=mesh_of(2), units={Own})
     assert model[0].reshard() == "mine" and model[0].unshard() is None
     said = [line for line in lines if "reshard" in line]
     assert len(said) == 1 and "the Own defines its own reshard" in said[0], lines
     assert model(batch(rank, 0)).shape == (3, WIDTH)
-
-
-def test_methods_of_the_user_stay_and_the_log_says_so() -> None:
-    run_ranks(_own_methods, world_size=WORLD)
 
 
 def _ahead_of_others(rank: int, change: Callable[[nn.Module, int], object]) -> str:

@@ -18,7 +18,7 @@ import layerzero
 from layerzero.checkpoint.whole_model_files import export_model
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
-from tests.support.ranks import run_ranks, run_sharing
+from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 FP64 = torch.float64
 
@@ -343,7 +343,8 @@ def test_integer_bases_go_into_checkpoints_and_out(tmp_path: Path) -> None:
     run_ranks(_saved, tmp_path, world_size=WORLD)
 
 
-def _refused(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_what_is_left_out_is_frozen(rank: int) -> None:
     for as_class, text in ((False, r"mask.*integer"), (True, "mask.*integer")):
         with pytest.raises(ValueError, match=rf"{text}.*ignored_params='unsupported' ignores all such frozen"):
             shard(Base(as_class=as_class), size=1)
@@ -365,7 +366,3 @@ def _refused(rank: int) -> None:
     optimizer = layerzero.shard_optimizer(sgd(model), model)  # holds the frozen ones, too
     one_pass(model, rank, 0)
     optimizer.step()
-
-
-def test_what_is_left_out_is_frozen() -> None:
-    run_ranks(_refused, world_size=1)

@@ -30,7 +30,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -262,7 +262,8 @@ def test_it_is_refused_on_every_rank(name: str, said: list[dict[str, str]]) -> N
         assert re.search(CASES[name].match, of_rank[name]), f"rank {rank}: {of_rank[name] or 'nothing was raised'}"
 
 
-def _goes_on(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_refused_transform_leaves_nothing_behind(rank: int) -> None:
     """Train exactly after a refused transform, which leaves nothing behind."""
     model, net = _shard(units=IntegerNet.UNITS), integer_net()
     optimizer, alone = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(net.parameters())
@@ -289,7 +290,8 @@ class Foreign(nn.Module):
         return self.inner(x) * (scale.full_tensor() if isinstance(scale, DTensor) else scale)
 
 
-def _ways_out(rank: int) -> None:
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_ways_out_work(rank: int) -> None:
     # The class of the root among the units: nested instances are units, too.
     for units in ([IntegerNet], "IntegerNet", {IntegerNet, nn.Linear}):
         model = _shard(units=units)
@@ -341,14 +343,6 @@ def _ways_out(rank: int) -> None:
     assert torch.equal(local, net.scale.grad.chunk(WORLD)[rank])
 
 
-def test_ways_out_work() -> None:
-    run_ranks(_ways_out, world_size=WORLD, shared_memory="off")
-
-
-def test_a_refused_transform_leaves_nothing_behind() -> None:
-    run_ranks(_goes_on, world_size=WORLD)
-
-
 ON_SOME = {
     "torch.func.vmap": lambda m: vmap(m)(torch.ones(3, 2, 5)),
     "torch.jit.trace": lambda m: torch.jit.trace(m, (_x(),)),
@@ -357,7 +351,11 @@ ON_SOME = {
 }
 
 
-def _on_one_rank(rank: int, what: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ON_SOME)
+@on_ranks(world_size=WORLD, pg_timeout=5, timeout=90)
+def test_what_one_rank_does_alone_is_an_error_on_the_others_within_the_timeout(rank: int, what: str) -> None:
     model = _shard(units=["first"])
     _train(model)
     with pytest.raises(RuntimeError):
@@ -365,10 +363,3 @@ def _on_one_rank(rank: int, what: str) -> None:
             _quiet(lambda: ON_SOME[what](model))
         else:
             _quiet(lambda: _train(model))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ON_SOME)
-def test_what_one_rank_does_alone_is_an_error_on_the_others_within_the_timeout(what: str) -> None:
-    run_ranks(_on_one_rank, what, world_size=WORLD, pg_timeout=5, timeout=90)

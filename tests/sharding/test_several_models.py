@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from tests.support.models import different, full_gradients, integer_batch, integer_loss, integer_net, union
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 WORLD = 4
 
@@ -32,7 +32,8 @@ def _sharded() -> Gan:
     return gan
 
 
-def _together(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_functions_of_a_loop_work_on_all_of_them(rank: int) -> None:
     gan, alone = _sharded(), Gan()
     with layerzero.no_sync(gan):
         for part in gan.parts.values():
@@ -65,11 +66,8 @@ def _together(rank: int) -> None:
     assert not any(layerzero.traffic(part).calls for part in gan.parts.values())
 
 
-def test_functions_of_a_loop_work_on_all_of_them() -> None:
-    run_ranks(_together, world_size=WORLD)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_others_name_the_models_inside(rank: int) -> None:
     gan = _sharded()
     calls: dict[str, Any] = {
         "refresh": layerzero.refresh,
@@ -93,11 +91,8 @@ def _refused(rank: int) -> None:
             call(copy.deepcopy(gan.extra))
 
 
-def test_others_name_the_models_inside() -> None:
-    run_ranks(_refused, world_size=WORLD)
-
-
-def _on_other_ranks(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_state_of_models_on_different_ranks_is_refused(rank: int) -> None:
     gan, mesh = Gan(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp"))
     layerzero.shard_model(gan.parts["generator"], zero3_size=2)
     layerzero.shard_model(gan.parts["critic"], mesh=mesh["dp"])
@@ -106,7 +101,3 @@ def _on_other_ranks(rank: int) -> None:
         layerzero.full_state_dict(gan)
     for part, alone in zip(gan.parts.values(), Gan().parts.values(), strict=True):
         assert not different(layerzero.full_state_dict(part, rank0_only=False), alone.state_dict())
-
-
-def test_a_state_of_models_on_different_ranks_is_refused() -> None:
-    run_ranks(_on_other_ranks, world_size=WORLD)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import layerzero
 from tests.dtensor.test_extensions import Rounded
 from tests.support.models import LayerwiseScaling, assert_same_bits, exact_sgd, in_lockstep, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 STALE = r"was parameter '{}' until shard_model replaced it.*model\.parameters\(\) again, after shard_model"
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -136,7 +136,9 @@ def test_every_use_of_a_stale_parameter_raises_and_names_it(world_size: int) -> 
     run_ranks(_every_use, world_size=world_size)
 
 
-def _compiled(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=2)
+def test_a_compiled_function_of_a_stale_parameter_raises(rank: int) -> None:
     model = integer_net()
     weight = model.first.weight
     _shard(model)
@@ -144,11 +146,6 @@ def _compiled(rank: int) -> None:
         forward = torch.compile(lambda x: x @ weight.t(), backend="eager", fullgraph=fullgraph)
         with pytest.raises(RuntimeError, match=STALE.format(r"first\.weight")):
             forward(torch.ones(2, 5))
-
-
-@pytest.mark.slow
-def test_a_compiled_function_of_a_stale_parameter_raises() -> None:
-    run_ranks(_compiled, world_size=2)
 
 
 class Meta(nn.Linear):
@@ -165,7 +162,8 @@ def _parts(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _kinds(rank: int) -> None:
+@on_ranks()
+def test_stale_dtensors_parameters_on_meta_and_tensor_subclasses_raise(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     extended = nn.Linear(4, 4)
     extended.weight = nn.Parameter(Rounded(extended.weight.detach()))
@@ -183,10 +181,6 @@ def _kinds(rank: int) -> None:
             with pytest.raises(RuntimeError, match=STALE.format("weight")):
                 call()
         assert layerzero.shard_optimizer(optimizer, model).param_groups[0]["params"][0] is model.weight
-
-
-def test_stale_dtensors_parameters_on_meta_and_tensor_subclasses_raise() -> None:
-    run_ranks(_kinds)
 
 
 class Summing(torch.optim.Optimizer):
@@ -209,7 +203,8 @@ class Summing(torch.optim.Optimizer):
 OPTIMIZERS = (exact_sgd, Summing, LayerwiseScaling, lambda p: torch.optim.Adagrad(p, lr=0.1))
 
 
-def _optimizers_built_before(rank: int) -> None:
+@on_ranks()
+def test_optimizers_and_groups_of_stale_parameters_are_sharded(rank: int) -> None:
     for factory in OPTIMIZERS:
         model, net = integer_net(), integer_net()
         before = factory(model.parameters())
@@ -228,11 +223,8 @@ def _optimizers_built_before(rank: int) -> None:
         optimizer.add_param_group({"params": [shift]})
 
 
-def test_optimizers_and_groups_of_stale_parameters_are_sharded() -> None:
-    run_ranks(_optimizers_built_before)
-
-
-def _failed(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_failed_shard_model_leaves_parameters_usable_and_stale_ones_cannot_be_sharded(rank: int) -> None:
     model = integer_net()
     weight = model.first.weight
     with pytest.raises(ValueError, match="modules or classes with these names"):
@@ -247,10 +239,6 @@ def _failed(rank: int) -> None:
         _shard(other)
 
 
-def test_a_failed_shard_model_leaves_parameters_usable_and_stale_ones_cannot_be_sharded() -> None:
-    run_ranks(_failed, world_size=2)
-
-
 class Lister(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -261,12 +249,9 @@ class Lister(nn.Module):
         return x @ self.list[0]
 
 
-def _listed(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_module_that_reads_its_weight_from_a_list_raises(rank: int) -> None:
     model = nn.Sequential(Lister())
     _shard(model, units=["0"])
     with pytest.raises(RuntimeError, match=STALE.format(r"0\.weight") + r".*self\.weight.*in forward.*ParameterList"):
         model(torch.ones(1, 3))
-
-
-def test_a_module_that_reads_its_weight_from_a_list_raises() -> None:
-    run_ranks(_listed, world_size=2)

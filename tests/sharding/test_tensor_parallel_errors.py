@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import layerzero
 from tests.support.models import different, full_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -43,7 +43,8 @@ def _shard(**settings: Any) -> nn.Module:
     return layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"], **settings)
 
 
-def _refuse(rank: int) -> None:
+@on_ranks()
+def test_different_models_and_settings_are_refused_before_anything_is_sent(rank: int) -> None:
     mesh = _meshes()
     odd = rank % 2 == 1
     freeze: Callable[[Net], Any] = lambda net: net.plain.requires_grad_(False) if odd else None  # noqa: E731
@@ -64,10 +65,6 @@ def _refuse(rank: int) -> None:
     with pytest.raises((ValueError, RuntimeError), match="prefetch"):
         layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"], prefetch=2 if rank == 3 else 1)
     layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"])(torch.ones(4)).backward()
-
-
-def test_different_models_and_settings_are_refused_before_anything_is_sent() -> None:
-    run_ranks(_refuse)
 
 
 def _initialize(rank: int) -> tuple[str, float]:

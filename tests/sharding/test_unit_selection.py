@@ -29,7 +29,7 @@ from tests.support.models import (
     train,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
 
@@ -118,11 +118,8 @@ def _policies(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated
-def test_a_policy_of_fsdp1_chooses_the_units_that_fsdp1_wraps() -> None:
-    run_ranks(_quiet_policies, world_size=1)
-
-
-def _quiet_policies(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_a_policy_of_fsdp1_chooses_the_units_that_fsdp1_wraps(rank: int) -> None:
     import warnings  # noqa: PLC0415
 
     with warnings.catch_warnings():
@@ -130,7 +127,9 @@ def _quiet_policies(rank: int) -> None:
         _policies(rank)
 
 
-def _lists(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_lists_of_modules_are_one_unit_each_beside_classes_and_names(rank: int) -> None:
     for make, expected in (
         (lambda m: [Layer, [m.norm, m.head], "embed"], ["", "embed", "layers.0", "layers.1", "layers.2", "norm+head"]),
         (lambda m: [Layer, [m.layers[0], "embed"]], ["", "embed+layers.0", "layers.1", "layers.2"]),
@@ -159,11 +158,6 @@ def _lists(rank: int) -> None:
             each.step()
             each.zero_grad()
     assert_same_bits(model, alone, "a pair")
-
-
-@pytest.mark.slow
-def test_lists_of_modules_are_one_unit_each_beside_classes_and_names() -> None:
-    run_ranks(_lists, world_size=WORLD)
 
 
 def _list_units(rank: int) -> dict[str, list[range]]:
@@ -331,7 +325,9 @@ def test_what_cannot_be_sharded_so_is_refused_on_every_rank(name: str, said: lis
             assert part in of_rank[name], f"rank {rank}: {of_rank[name] or 'nothing was raised'}"
 
 
-def _compiled(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=2)
+def test_compiled_modules_may_be_units(rank: int) -> None:
     choices: list[Callable[[nn.Module], Any]] = [
         lambda model: [model.first, model.head],
         lambda model: ["first"],
@@ -359,8 +355,3 @@ def _compiled(rank: int) -> None:
                 for name, t in layerzero.full_state_dict(whole, rank0_only=False).items()
             }
             assert all(torch.equal(state[name], parameter) for name, parameter in net.named_parameters()), index
-
-
-@pytest.mark.slow
-def test_compiled_modules_may_be_units() -> None:
-    run_ranks(_compiled, world_size=2)

@@ -17,7 +17,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.sharding.unit_selection import block_classes
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
 from tests.support.models import TiedTransformer, full_gradients, full_parameters
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32_NORM = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
@@ -95,7 +95,8 @@ def test_norms_compute_in_fp32_beside_blocks_in_bf16(run: Callable[..., Any]) ->
 # --- weights that stay gathered ---
 
 
-def _kept(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_the_last_unit_stays_gathered_for_its_backward(rank: int) -> None:
     for kept in (("units.2",), ("units.0", "units.2"), ("units.0", "units.1", "units.2")):
 
         def reshards(name: str, module: nn.Module, kept: tuple[str, ...] = kept) -> bool:
@@ -116,11 +117,8 @@ def _kept(rank: int) -> None:
         assert not any(unit.gathered for unit in lz_state.units)
 
 
-def test_the_last_unit_stays_gathered_for_its_backward() -> None:
-    run_ranks(_kept, world_size=WORLD)
-
-
-def _wrong(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_settings_of_units_that_are_wrong_are_refused(rank: int) -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         (
             {"mp_policy": lambda name, module: torch.bfloat16},
@@ -148,10 +146,6 @@ def _wrong(rank: int) -> None:
             shard(blocks(), **{setting: value})
     with pytest.raises(TypeError, match="one mp_policy for the full model"):
         layerzero.verify(blocks, lambda *_: None, mp_policy=_policy)
-
-
-def test_settings_of_units_that_are_wrong_are_refused() -> None:
-    run_ranks(_wrong, world_size=2)
 
 
 # --- several modules, one unit ---
@@ -237,7 +231,9 @@ def _pair(name: str, module: nn.Module) -> bool | str:
     return "norm and head" if name in ("norm", "head") else name in ("body", "between")
 
 
-def _consecutive(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_modules_of_one_unit_that_follow_each_other_are_gathered_once(rank: int) -> None:
     for apart in (False, True):
         for settings in (*MODES, {"prefetch": 0}, {"size": 1}):
             compare(rank, "pair", Case(lambda apart=apart: TwoInOne(apart=apart), IN_FLIGHT), units=_pair, **settings)
@@ -277,12 +273,8 @@ def _consecutive(rank: int) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0
 
 
-@pytest.mark.slow
-def test_modules_of_one_unit_that_follow_each_other_are_gathered_once() -> None:
-    run_ranks(_consecutive, world_size=WORLD)
-
-
-def _wrong_groups(rank: int) -> None:
+@on_ranks(world_size=1)
+def test_groups_that_cannot_be_one_unit_are_refused(rank: int) -> None:
     refused: list[tuple[Any, str]] = [
         (lambda name, module: "body" if name in ("norm", "body") else name == "head", ""),
         (lambda name, module: "body" if name == "norm" else name == "body", "'body' as a key, but .* is a unit, too"),
@@ -300,10 +292,6 @@ def _wrong_groups(rank: int) -> None:
             continue
         with pytest.raises(ValueError, match=text):
             shard(model, size=1, units=units)
-
-
-def test_groups_that_cannot_be_one_unit_are_refused() -> None:
-    run_ranks(_wrong_groups, world_size=1)
 
 
 # --- units="auto" ---
@@ -326,7 +314,8 @@ class Backbone(nn.Module):
         return x
 
 
-def _auto(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_model_names_its_own_units(rank: int) -> None:
     for make, names in ((Backbone, ["", "layers.0", "layers.1"]), (lambda: Chain(Backbone()), None)):
         compare(rank, "auto", Case(make, IN_FLIGHT), units="auto")
         model = shard(make(), units="auto")
@@ -364,7 +353,8 @@ class Language(Backbone):
         return self.head(super().forward(x + self.inside(indices)))
 
 
-def _auto_embeddings(rank: int) -> None:
+@on_ranks()
+def test_auto_gives_the_embedding_and_the_head_units_of_their_own(rank: int) -> None:
     for tied, names in (
         (False, ["", "layers.0", "layers.1", "inside.0", "head"]),
         (True, ["", "layers.0", "layers.1"]),
@@ -385,10 +375,6 @@ def _auto_embeddings(rank: int) -> None:
     assert names[-1] == "inside.0", "a head that is not sharded"
 
 
-def test_auto_gives_the_embedding_and_the_head_units_of_their_own() -> None:
-    run_ranks(_auto_embeddings)
-
-
 class GradientCheckpointingLayer(nn.Module):
     """Stand-in for the class in transformers."""
 
@@ -407,7 +393,3 @@ def test_a_part_that_names_no_units_has_those_that_transformers_checkpoints() ->
     backbone.layers[0].add_module("inside", Wave(nn.Linear(2, 2)))
     assert block_classes(backbone) == {"Layer"}
     assert block_classes(nn.Linear(2, 2)) == set()
-
-
-def test_a_model_names_its_own_units() -> None:
-    run_ranks(_auto, world_size=WORLD)
