@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
     from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
     from layerzero.reliability.watchdog import watchdog
-    from layerzero.reports.trace_file import Trace, TraceEvent, trace
+    from layerzero.reports.trace_file import trace
     from layerzero.slow_links import (
         Float8Rows,
         Int4Blocks,
@@ -73,8 +73,6 @@ __all__ = [
     "ShardedOptimizer",
     "SilentDataCorruption",
     "StepGuard",
-    "Trace",
-    "TraceEvent",
     "TrafficReport",
     "UnitInfo",
     "UnitList",
@@ -127,7 +125,7 @@ _ADD_ONS: dict[str, tuple[str, ...]] = {
     "layerzero.reliability.fingerprint": ("Corruption", "Fingerprint", "fingerprint"),
     "layerzero.reliability.nonfinite_guard": ("NonFiniteGradients", "StepGuard", "guard_steps"),
     "layerzero.reliability.watchdog": ("watchdog",),
-    "layerzero.reports.trace_file": ("Trace", "TraceEvent", "trace"),
+    "layerzero.reports.trace_file": ("trace",),
     "layerzero.slow_links": (
         *("Float8Rows", "Int4Blocks", "Int4Difference", "Int8Blocks"),
         *("WeightPacketError", "WeightReceiver"),

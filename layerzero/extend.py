@@ -52,7 +52,6 @@ from layerzero.comm.refreshers import (
     refresh_buffer_sizes,
 )
 from layerzero.comm.traffic_counters import TrafficCounters
-from layerzero.comm.wait_times import record_wait
 from layerzero.comm.waits import may_wait
 from layerzero.comm.watchdog import new_scope
 from layerzero.config import ACCUMULATIONS, AUTO, UNSUPPORTED, Accumulation, Policy, Units, codec_text, refuse_old_names
@@ -193,7 +192,6 @@ __all__ = [
     "plan_unit_specs",
     "plan_units",
     "predicted_traffic",
-    "record_wait",
     "record_writes",
     "refresh_buffer_sizes",
     "refuse_old_names",

@@ -57,7 +57,7 @@ API = {
     ],
     "Full parameters": ["unsharded", "full_state_dict", "load_full_state_dict", "full_precision"],
     "Inference": ["stream_weights", "WeightSender", "WeightReceiver", "WeightPacketError"],
-    "Reports": ["memory", "MemoryReport", "traffic", "TrafficReport", "trace", "Trace", "TraceEvent"],
+    "Reports": ["memory", "MemoryReport", "traffic", "TrafficReport", "trace"],
 }
 REST = "Guards and checks"  # all other public names of `layerzero`
 PACKAGES = {"Checkpoints": "checkpoint", "Optimizers": "optimizers", "Planning": "planning", "Megatron": "megatron"}

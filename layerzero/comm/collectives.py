@@ -2,7 +2,7 @@
 
 This is the only file in the package that calls collectives of torch.distributed. Other files choose a
 :class:`Collective` (gather, hop 1, hop 2, refresh, ...) and a communicator. The shared-memory transport sends no
-messages; it wraps its transfers in :func:`launching`, which counts and traces them.
+messages; it wraps its transfers in :func:`launching`, which counts them.
 
 [Note: Reductions in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This method sends as
@@ -39,7 +39,6 @@ during the collective, so the collective must only read it. In this case, broadc
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -51,17 +50,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
 
 from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, backend_timeout
-from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, display_name
 from layerzero.comm.waits import SLICE, WaitCycleError, WaitState, waiting
 from layerzero.device.accelerator import compute_device, device_module
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
+from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import DeferredCollectiveError, DeviceStream
 
 __all__ = [
@@ -244,19 +242,15 @@ class LaunchedCollective:
     communicator: Communicator
     collective: Collective
     name: str  # for example the name of the unit
-    trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
+    sent: int  # number of bytes that this rank sends
     on_stream: bool = False  # see [Note: Collectives on streams of the engine]
     number: int = 0  # number of launches on the group up to this one
-    sent: int = 0  # number of bytes that this rank sends
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
         self.number = self.communicator.held_group.log.append(self.collective.value)
         works = PendingCollective(each, self)
-        if not self.on_stream:
-            if self.trace is not None:
-                self.trace.record_completions(each)
-            if self.communicator.uses_streams:
-                self.communicator.held_group.last_launch = weakref.ref(works)
+        if not self.on_stream and self.communicator.uses_streams:
+            self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
         for observer in self.communicator.counters.observers:
@@ -318,10 +312,6 @@ class PendingCollective:
     # By observer: what it keeps with the collective until the end of the wait.
     records: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def trace(self) -> CollectiveTrace | None:
-        return self.launched.trace
-
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
 
@@ -339,9 +329,8 @@ class PendingCollective:
             RuntimeError: a previous collective of the model has failed.
             DeferredCollectiveError: one of these errors occurred, and `off_main_thread` is True.
         """
-        began = time.perf_counter()
         try:
-            with nullcontext() if self.trace is None or off_main_thread else self.trace.waiting():
+            with profiler_range("wait", self.launched.collective.value, self.launched.name):
                 self._wait_for_transfers(may_wait)
         except RuntimeError as error:
             self._record_wait_end()
@@ -349,10 +338,6 @@ class PendingCollective:
                 raise DeferredCollectiveError(error, self.launched.failure_error) from error
             raise self.launched.failure_error(error) from error
         self._record_wait_end()
-        if self.trace is not None:
-            self.trace.record_arrival()
-        if not off_main_thread:
-            self.launched.communicator.counters.waited[self.launched.collective.value] += time.perf_counter() - began
 
     def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
         launched = self.launched
@@ -378,8 +363,6 @@ class PendingCollective:
         """
         for work in self.each:
             work.wait()
-        if self.trace is not None:
-            self.trace.record_arrival()
 
     def _record_wait_end(self) -> None:
         self.launched.communicator.held_group.in_flight.pop(id(self), None)
@@ -408,7 +391,7 @@ class PendingReduction:
         computed in fp32 and rounded once to the target's dtype.
         """
         try:
-            with nullcontext() if self.work.trace is None else self.work.trace.adding():
+            with profiler_range("add", self.work.launched.collective.value, self.work.launched.name):
                 accumulate_parts(
                     target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale, rounds_once=rounds_once
                 )
@@ -425,7 +408,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 def launching(
     comm: Communicator, collective: Collective, name: str, sent: int, *, on_stream: bool = False
 ) -> Iterator[LaunchedCollective]:
-    """Context manager that counts and traces the collective launched inside it.
+    """Context manager that counts the collective launched inside it.
 
     If the launch fails, the error names the collective.
 
@@ -439,14 +422,9 @@ def launching(
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
     comm.counters.record(collective, comm.axis, sent, name)
-    observer, trace = comm.counters.observer, None
-    if observer.recorder is not None or profiler._is_profiler_enabled:
-        trace = observer.trace_collective(
-            collective=collective.value, comm=comm.name, axis=comm.axis, ranks=comm.size, name=name, sent=sent
-        )
     try:
-        with nullcontext() if trace is None else trace.launching():
-            yield LaunchedCollective(comm, collective, name, trace, on_stream, sent=sent)
+        with profiler_range(collective.value, name):
+            yield LaunchedCollective(comm, collective, name, sent, on_stream)
     except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:
@@ -670,7 +648,7 @@ def send_recv(
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
     """Convert `error`, raised by a wait for ranks that share memory, into an error that names the missing ranks."""
-    return LaunchedCollective(comm, collective, name, None).failure_error(error)
+    return LaunchedCollective(comm, collective, name, 0).failure_error(error)
 
 
 def all_reduce(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
-from layerzero.comm.trace_recorder import TraceDispatcher
+from layerzero.comm.step_parts import StepParts
 
 __all__ = [
     "GATHERS",
@@ -128,7 +128,6 @@ class TrafficTotals(NamedTuple):
 
     calls: dict[str, int]
     bytes: dict[tuple[str, str], int]
-    waited: dict[str, float]
 
 
 @dataclass
@@ -138,22 +137,19 @@ class TrafficCounters:
     Attributes:
         calls: number of calls, by collective.
         bytes: number of bytes that this rank has sent, by (collective, axis).
-        waited: time that the host has waited, in seconds, by collective. The values are close to zero if device streams
-            wait instead of the host.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     observers: Observers = field(default_factory=Observers)
-    observer: TraceDispatcher = field(init=False)
+    parts: StepParts = field(init=False)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
     failure: str = ""  # message of the first collective that failed
     watchdog: WatchdogInterface | None = None  # also one of the observers
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
 
     def __post_init__(self) -> None:
-        self.observer = TraceDispatcher(self.observers)
+        self.parts = StepParts(self.observers)
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
         with self._lock:
@@ -182,9 +178,9 @@ class TrafficCounters:
         """Return copies of all counts, and set the counts to zero."""
         with self._lock:
             totals = self._copies()
-            for counts in (self.calls, self.bytes, self.waited):
-                counts.clear()
+            self.calls.clear()
+            self.bytes.clear()
         return totals
 
     def _copies(self) -> TrafficTotals:
-        return TrafficTotals(dict(self.calls), dict(self.bytes), dict(self.waited))
+        return TrafficTotals(dict(self.calls), dict(self.bytes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Clock",
     "CurrentStream",
-    "DeviceClock",
     "HostDeviceCopies",
     "StreamEvent",
     "StreamUses",
@@ -203,45 +200,3 @@ class HostDeviceCopies:
         """Make the current stream wait for the copy with the event `mark`. The host does not wait."""
         if self.order is not None:
             self.order.wait_event(mark)
-
-
-class Clock:
-    """Clock for work on the CPU, which measures host time."""
-
-    sees_other_threads = True  # a time stamp may be taken in any thread
-
-    def __init__(self) -> None:
-        self.epoch = time.time()  # time 0 of this clock, in seconds since the Unix epoch
-        self._zero = time.perf_counter_ns()
-
-    @classmethod
-    def of(cls, device: torch.device) -> Clock:
-        return cls() if device.type == "cpu" else DeviceClock(device)
-
-    def now(self) -> Any:
-        return time.perf_counter_ns()
-
-    def microseconds(self, stamp: Any) -> float:
-        """Return the time from the creation of the clock to a time stamp, in microseconds."""
-        return float(stamp - self._zero) / 1e3
-
-
-class DeviceClock(Clock):
-    """Clock for work on a device. A time stamp is an event, and its time is when the current stream reaches it."""
-
-    sees_other_threads = False  # threads of a backend have a different current stream
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.accelerator.synchronize(device)
-        super().__init__()
-        self._first = self.now()
-
-    def now(self) -> Any:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def microseconds(self, stamp: Any) -> float:
-        stamp.synchronize()
-        return 1e3 * float(self._first.elapsed_time(stamp))

@@ -33,7 +33,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.device.accelerator import device_module
+from layerzero.device.profiling import profiler_range
 
 __all__ = [
     "DeferredCollectiveError",
@@ -54,12 +55,10 @@ __all__ = [
     "ThreadStream",
     "ThreadStreams",
     "Waitable",
-    "Waiting",
     "make_reduction_streams",
 ]
 
 Operation = Callable[[], object]
-Waiting = Callable[[], AbstractContextManager[None]]
 
 _PATIENCE = 5.0  # seconds to wait for in-flight collectives when a model is closed or the process exits
 
@@ -90,11 +89,11 @@ class Stream(ABC):
         """Make operations that are enqueued later wait for `awaited`."""
 
     @abstractmethod
-    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, *name: str) -> Waitable:
         """Return an event that completes after all operations enqueued so far.
 
         Args:
-            waiting: function that returns a context manager. The host waits for the event inside its context.
+            name: words that name the event in torch's profiler if the host waits for it.
         """
 
 
@@ -154,14 +153,14 @@ _COMPLETED = PendingWait(_do_nothing)  # event that has already completed
 class _ThreadEvent:
     """Event that a thread sets. The host or another thread may wait for the event."""
 
-    def __init__(self, failures: _Failures, waiting: Waiting) -> None:
+    def __init__(self, failures: _Failures, name: Sequence[str]) -> None:
         self.passed = threading.Event()
         self._failures = failures
-        self._waiting = waiting
+        self._name = name
 
     def wait(self) -> None:
         if not self.passed.is_set():
-            with self._waiting():
+            with profiler_range("wait", *self._name):
                 self.passed.wait()
         self._failures.check()
 
@@ -275,10 +274,10 @@ class ThreadStream(Stream):
         if awaited is not _COMPLETED:
             self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
-    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, *name: str) -> Waitable:
         if self.thread.ident is None:  # no operation has been enqueued so far
             return _COMPLETED
-        mark = _ThreadEvent(self._failures, waiting)
+        mark = _ThreadEvent(self._failures, name)
         self.run(mark.passed.set)
         return mark
 
@@ -347,7 +346,7 @@ class _ImmediateStream(Stream):
     def wait_event(self, awaited: Waitable) -> None:
         awaited.wait()
 
-    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, *name: str) -> Waitable:
         return _COMPLETED
 
 
@@ -403,7 +402,7 @@ class DeviceStream(Stream):
         """Make later operations on this stream wait for all work that was enqueued on the current stream."""
         self._stream.wait_stream(self._module.current_stream())
 
-    def record_event(self, waiting: Waiting = nullcontext) -> _DeviceEvents:
+    def record_event(self, *name: str) -> _DeviceEvents:
         return _DeviceEvents(self._module, (self._stream,))
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:

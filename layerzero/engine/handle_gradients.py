@@ -31,10 +31,9 @@ from layerzero.comm.collectives import (
     reduce_scatter,
 )
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.comm.wait_times import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.streams import ReductionStreams, Stream, Waitable, Waiting
+from layerzero.device.streams import ReductionStreams, Stream, Waitable
 from layerzero.engine.gradient_buffer import GradientBuffer
 from layerzero.engine.gradient_storage import (
     AliasedStorage,
@@ -486,7 +485,7 @@ class HandleReduction:
             launches.run(partial(self._launch, stage, is_first=number == 0))
             stream.wait_event(self)  # runs the reduction, or waits for an encoded reduction and its launch
             stream.run(partial(self._add_received, stage))
-            ready = stream.record_event(self._wait_recorder(number))
+            ready = stream.record_event(stage.collective.value, self.gradients.label)
             self.finished_events.append(ready)
             comm = self._comm_of(stage)
             if comm.uses_streams and is_encoded:
@@ -498,8 +497,7 @@ class HandleReduction:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""
         streams.record_gradients_event()
         if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
-            waiting = partial(record_wait, self.gradients.mesh_info.counters, Collective.HOP1)
-            streams.zero3.record_event(waiting).wait()
+            streams.zero3.record_event(Collective.HOP1.value).wait()
         self._launch(self._stages[0], is_first=True)
         for number, (stage, next_stage) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
             stream = self._stream_of(stage)
@@ -507,7 +505,7 @@ class HandleReduction:
                 stream.wait_event(self.finished_events[-1])  # the previous stage has then launched this one
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage, next_stage))
-            self.finished_events.append(stream.record_event(self._wait_recorder(number)))
+            self.finished_events.append(stream.record_event(stage.collective.value, self.gradients.label))
 
     def _stream_of(self, stage: ReductionStage) -> Stream:
         return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
@@ -515,11 +513,6 @@ class HandleReduction:
     def _comm_of(self, stage: ReductionStage) -> Communicator:
         mesh_info = self.gradients.mesh_info
         return mesh_info.zero3_reduce_comm if stage.collective is Collective.HOP1 else mesh_info.replica_comm
-
-    def _wait_recorder(self, number: int) -> Waiting:
-        """Return a function whose context records the host's wait for the stage with the index `number`."""
-        gradients, collective = self.gradients, self._stages[number].collective
-        return partial(record_wait, gradients.mesh_info.counters, collective, gradients.label, self._launched, number)
 
     # Operations that run on the streams
 

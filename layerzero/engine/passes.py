@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.trace_recorder import TraceDispatcher
+from layerzero.comm.step_parts import StepParts
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
@@ -239,7 +239,7 @@ class BackwardPass:
         requires_gradient_sync: True if the pass reduces gradients over all ranks: outside no_sync and with
             `requires_all_reduce`.
         task: id of the autograd graph task of this pass.
-        observer: object that receives trace events, or None if no events are recorded.
+        parts: spans of the parts of the step, or None if nothing hears of them.
         nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
         completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
         gathered_calls: calls whose units have been gathered for this pass.
@@ -248,10 +248,10 @@ class BackwardPass:
         uses: active uses of weights that were gathered outside of forward passes.
     """
 
-    def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
+    def __init__(self, *, reduces: bool, task: int, parts: StepParts | None) -> None:
         self.requires_gradient_sync = reduces
         self.task = task
-        self.observer = observer
+        self.parts = parts
         self.nested: dict[int, list[UnitCall]] = {}
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()

@@ -121,7 +121,7 @@ class Scheduler(Closable):
         self._refresher = refresher
         self._uses = uses
         self.status = status
-        self._observer = mesh_info.counters.observer
+        self._parts = mesh_info.counters.parts
         self.staying: set[Unit] = set()  # units that stay gathered between a forward pass and its backward pass
         self._last_unit_stays = False
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
@@ -214,7 +214,7 @@ class Scheduler(Closable):
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._full_precision_dtypes(unit))
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
-        self._observer.begin("forward", unit.label, call)
+        self._parts.begin("forward", unit.label, call)
         call.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return args, kwargs
 
@@ -225,7 +225,7 @@ class Scheduler(Closable):
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # pre_forward raised before it appended the call
             return output
-        self._observer.end(call)
+        self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
         if self._is_idle(unit):
@@ -518,8 +518,8 @@ class Scheduler(Closable):
         backward = self._enter_backward(f"unit {unit.name!r}")
         if call in backward.ended_calls:  # an output of the call is one of its inputs, which earlier calls use, too
             return
-        if backward.observer is not None:
-            backward.observer.reach(call, call.callers)
+        if backward.parts is not None:
+            backward.parts.reach(call, call.callers)
         backward.active_calls[call] = None
         self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
@@ -540,8 +540,8 @@ class Scheduler(Closable):
             self._prefetch_before(call)
         self._wait(unit)
         unit.show_gathered()
-        if backward.observer is not None:
-            backward.observer.begin("backward", unit.label, call)
+        if backward.parts is not None:
+            backward.parts.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
             same_mesh = later_call.unit.mesh_info is call.unit.mesh_info and not later_call.unit.is_common
             self.post_backward(later_call, None, reduces=call.unit.is_common or same_mesh)
@@ -611,8 +611,8 @@ class Scheduler(Closable):
                 return
             backward.ended_calls.add(call)
             backward.active_calls.pop(call, None)
-            if backward.observer is not None:
-                backward.observer.end(call)
+            if backward.parts is not None:
+                backward.parts.end(call)
             if reduces and call.forward_pass and call.unit.is_called_alike and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True, is_common=call.unit.is_common)
         earlier_calls = call.preceding_calls(
@@ -697,8 +697,8 @@ class Scheduler(Closable):
             self._gradients.begin(reduces=reduces)
             if self.no_sync_hint.listens:
                 self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-            task, observer = torch._C._current_graph_task_id(), self._observer if self._observer.is_recording else None
-            self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
+            task, parts = torch._C._current_graph_task_id(), self._parts if self._parts.are_heard else None
+            self._backward = BackwardPass(reduces=reduces, task=task, parts=parts)
             torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
         return self._backward
 
@@ -706,7 +706,7 @@ class Scheduler(Closable):
         backward = self._backward
         assert backward is not None
         self._reduce_remaining(backward)
-        self._observer.end_backward()
+        self._parts.end_backward()
         backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
@@ -747,7 +747,7 @@ class Scheduler(Closable):
                 handle.set_full_precision(enabled)
 
     def _release_all(self) -> None:
-        self._observer.end_all()
+        self._parts.end_all()
         self._running.clear()
         self._ahead.clear()
         for unit in self._units:

@@ -54,7 +54,7 @@ class LayerZeroState(Closable):
         self.ranks = model_ranks
         self.mesh_info = mesh_info = model_ranks.mesh_info
         self.pools = pools
-        self.observer = mesh_info.counters.observer
+        self.parts = mesh_info.counters.parts
         self.observers = mesh_info.counters.observers  # includes objects that are not attached, such as update rules
         self.attached: list[StepObserver] = []  # closed with the model, the last one first
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end threads of the engine
@@ -117,7 +117,7 @@ class LayerZeroState(Closable):
                 observer.close()
             while self.on_close:
                 self.on_close.pop()()
-            self.observer.end_all()
+            self.parts.end_all()
         finally:
             self.gradients.close()
             for handle in self.handles:

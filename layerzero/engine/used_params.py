@@ -24,7 +24,7 @@ from torch import Tensor
 from layerzero.comm.collectives import Collective, Communicator, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import Reservation
-from layerzero.comm.wait_times import record_wait
+from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 
 __all__ = ["PendingUsage", "UsedParamMap"]
@@ -160,7 +160,7 @@ class PendingUsage:
             RuntimeError: the message of another rank did not arrive.
         """
         if self._reservation is not None:
-            with record_wait(self._groups[0].comms[0].counters, Collective.METADATA):
+            with profiler_range("wait", Collective.METADATA.value):
                 self._reservation.wait()
             if isinstance(self._failure, DeferredCollectiveError):
                 raise self._failure.explain(self._failure.error) from self._failure.error

@@ -44,7 +44,7 @@ def update_params(
     has_transfers = lz_state.config.offload.optimizer or any(
         handle.mesh_info.replicas > 1 for handle in lz_state.handles
     )
-    with lz_state.observer.during("update", "optimizer"):
+    with lz_state.parts.during("update", "optimizer"):
         if refresh is None or not has_transfers or update_rule.owned or not _can_step_in_parts(inner):
             update_rule.step(take_step)
         else:

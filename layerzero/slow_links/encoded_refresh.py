@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,7 +49,6 @@ from layerzero.extend import (
     all_gather,
     all_gather_small,
     digest,
-    record_wait,
     refresh_buffer_sizes,
 )
 from layerzero.slow_links.lossless_differences import LosslessDifferences
@@ -81,10 +79,8 @@ class _Pending(PendingRefresh):
         if off_main_thread:
             self.finished.result()
             return
-        recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.launched)
         try:
-            with nullcontext() if self.done() else recorded:
-                self.finished.result()
+            self.finished.result()
         except DeferredCollectiveError as error:
             raise error.explain(error.error) from error.error
 

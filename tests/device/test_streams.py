@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -40,6 +39,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.weight_storage import GatherState
 from tests.support.late_device import NAME, Device, Event, Stream, register
+from tests.support.launches import launches_of
 from tests.support.models import (
     SideBySide,
     different,
@@ -63,19 +63,19 @@ def _shard(mesh: Any, **settings: Any) -> nn.Module:
     )
 
 
-def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
+def _steps(model: nn.Module, rank: int, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
     """Return the launches of this rank in three steps of two micro-batches, and the weights after."""
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    with layerzero.trace(model, f"{path}-{rank}.json") as trace:
-        for step in range(3):
-            # The last step runs on a different stream from that of shard_model.
-            with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
-                for number in range(2):
-                    with layerzero.no_sync(model) if number == 0 and step else nullcontext():
-                        integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step != 0)
-    log = [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"]
+    launches = launches_of(model)
+    for step in range(3):
+        # The last step runs on a different stream from that of shard_model.
+        with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
+            for number in range(2):
+                with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                    integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 0)
+    log = launches.names
     return log, full_parameters(model)
 
 
@@ -107,7 +107,7 @@ def _settings_of(zero3_size: int) -> list[dict[str, Any]]:
     return [each for each in SETTINGS if zero3_size > 1 or each["accumulation"] != "sharded"]
 
 
-def _compare(rank: int, zero3_size: int, path: str, stride: int) -> list[list[str]]:
+def _compare(rank: int, zero3_size: int, stride: int) -> list[list[str]]:
     logs = []
     register()
     mesh = mesh_on(NAME, zero3_size)
@@ -116,9 +116,9 @@ def _compare(rank: int, zero3_size: int, path: str, stride: int) -> list[list[st
         key = settings["accumulation"], "mp_policy" in settings
         if key not in on_cpu:
             plain = {key: value for key, value in settings.items() if not key.startswith("offload")}
-            _, on_cpu[key] = _steps(_shard(mesh_of(zero3_size), **plain), rank, path)
+            _, on_cpu[key] = _steps(_shard(mesh_of(zero3_size), **plain), rank)
         with Device().installed() as device:
-            log, found = _steps(_shard(mesh, **settings), rank, path, device)
+            log, found = _steps(_shard(mesh, **settings), rank, device)
         assert not different(found, on_cpu[key]), settings
         logs.append(log)
     return logs
@@ -129,12 +129,8 @@ def _compare(rank: int, zero3_size: int, path: str, stride: int) -> list[list[st
     [(4, 2), *(pytest.param(*grid, marks=pytest.mark.exhaustive) for grid in [(2, 2), (4, 1)])],
 )
 @every_nth_setting(5)
-def test_late_streams_change_no_bit_and_all_ranks_launch_alike(
-    world_size: int, zero3_size: int, stride: int, tmp_path: Any
-) -> None:
-    by_rank = run_ranks(
-        _compare, zero3_size, str(tmp_path / "trace"), stride, world_size=world_size, pg_timeout=30, timeout=300
-    )
+def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, stride: int) -> None:
+    by_rank = run_ranks(_compare, zero3_size, stride, world_size=world_size, pg_timeout=30, timeout=300)
     for settings, *logs in zip(_settings_of(zero3_size)[::stride], *by_rank, strict=True):
         sums = [entry for entry in logs[0] if entry.startswith("hop")]
         assert len(sums) >= 3 * UNITS
@@ -149,16 +145,16 @@ def _landed_of_nobody(streams: DeviceStreams) -> Any:
     return _DeviceEvents(streams._module, ())
 
 
-def _does_not_wait(rank: int, path: str) -> None:
+def _does_not_wait(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     with mock.patch.object(DeviceStreams, "record_gradients_event", _landed_of_nobody), Device().installed() as device:
-        _steps(_shard(mesh), rank, path, device)
+        _steps(_shard(mesh), rank, device)
 
 
-def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land(tmp_path: Any) -> None:
+def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land() -> None:
     with pytest.raises(AssertionError, match="uses what it has not waited for"):
-        run_ranks(_does_not_wait, str(tmp_path / "trace"), world_size=2, pg_timeout=10)
+        run_ranks(_does_not_wait, world_size=2, pg_timeout=10)
 
 
 # --- the host ---
@@ -561,20 +557,20 @@ def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
         assert used <= {tensor.data_ptr() for tensor in device.kept}, "a gather and refreshes may still use the memory"
 
 
-def _other_gathers(rank: int, path: str) -> None:
+def _other_gathers(rank: int) -> None:
     """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
     register()
     mesh, bf16 = mesh_on(NAME, 4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for settings in ({"codecs": Codecs(gather=layerzero.Float8Rows())}, {"reshard_after_forward": 2}):
-        log, expected = _steps(_shard(mesh_of(4), mp_policy=bf16, **settings), rank, path)
+        log, expected = _steps(_shard(mesh_of(4), mp_policy=bf16, **settings), rank)
         assert any(launch.startswith("regather") for launch in log) == ("reshard_after_forward" in settings)
         with Device().installed() as device:
-            _, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, path, device)
+            _, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, device)
         assert not different(found, expected), settings
 
 
-def test_encoded_gathers_and_regathers_change_no_bit(tmp_path: Path) -> None:
-    run_ranks(_other_gathers, str(tmp_path / "trace"))
+def test_encoded_gathers_and_regathers_change_no_bit() -> None:
+    run_ranks(_other_gathers)
 
 
 @on_ranks()

@@ -6,10 +6,9 @@ import itertools
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +23,7 @@ from layerzero.comm.collectives import PendingReduction
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStreams
 from layerzero.engine.hooks import get_state
 from tests.support.late_threads import late_reductions, late_threads
+from tests.support.launches import by_communicator, launches_of
 from tests.support.models import (
     SideBySide,
     different,
@@ -55,12 +55,12 @@ def _train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
         optimizer.zero_grad()
 
 
-def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
+def _launches(rank: int, zero3_size: int) -> list[Log]:
     warnings.filterwarnings("ignore", "Offload.grads=True. on cpu")
     alone = SideBySide(len(UNITS))
     _train(alone, exact_sgd(alone.parameters()), range(4))
     logs = []
-    for number, (mode, offload) in enumerate([("sharded", False), ("full", False), ("sharded", True), ("full", True)]):
+    for mode, offload in (("sharded", False), ("full", False), ("sharded", True), ("full", True)):
         model = layerzero.shard_model(
             SideBySide(len(UNITS)),
             mesh=mesh_of(zero3_size),
@@ -69,23 +69,20 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
             offload=Offload(grads=offload),
         )
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        with late_reductions(rank), layerzero.trace(model, f"{folder}/{number}-{rank}.json") as trace:
+        launches = launches_of(model)
+        with late_reductions(rank):
             _train(model, optimizer, [rank])
+        logs.append(by_communicator(launches))
         assert not different(full_parameters(model), dict(alone.named_parameters())), (mode, offload)
-        log = defaultdict(list)
-        for event in trace.events:
-            if event.kind == "launch":
-                log[event.communicator].append((event.collective, event.name))
-        logs.append(dict(log))
     return logs
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_late_threads_change_no_bit_and_each_communicator_has_one_order_on_all_ranks(
-    zero3_size: int, tmp_path: Path
+    zero3_size: int,
 ) -> None:
-    by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, shared_memory="off", pg_timeout=60)
+    by_rank = run_ranks(_launches, zero3_size, world_size=4, shared_memory="off", pg_timeout=60)
     for first, *others in zip(*by_rank, strict=True):
         assert {comm for comm in first if "re" in comm and "control" not in comm} == {
             1: {"replica"}, 2: {"zero3 reduce", "replica"}, 4: {"zero3 reduce"},
@@ -210,22 +207,22 @@ def test_late_threads_need_no_more_memory_than_predicted(rank: int) -> None:
         assert 0 < scratch.most_bytes <= scratch.predicted_bytes, (scratch.most_bytes, scratch.predicted_bytes)
 
 
-def test_a_synchronization_waits_for_all_threads_and_records_its_wait() -> None:
+def test_a_synchronization_waits_for_all_threads_and_marks_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, log = ThreadStreams(), []
 
-    @contextmanager
-    def recorded() -> Iterator[None]:
-        log.append("waits")
-        yield
+    def marked(*words: str) -> AbstractContextManager[None]:
+        log.append(" ".join(words))
+        return nullcontext()
 
     def end_late() -> None:
         time.sleep(0.2)
         log.append("ended")
 
     streams.replica.run(end_late)
-    events = deque([streams.replica.record_event(recorded)])
+    monkeypatch.setattr("layerzero.device.streams.profiler_range", marked)
+    events = deque([streams.replica.record_event("hop2", "units.0")])
     streams.synchronize([events])
-    assert log == ["waits", "ended"] and not events
+    assert log == ["wait hop2 units.0", "ended"] and not events
     streams.close()
 
 

@@ -270,7 +270,7 @@ def brought(*parts: Tensor) -> PendingReduction:
     """A completed collective."""
     group: Any = None
     comm = Communicator("alone", "zero3", group, TrafficCounters(), 1, 0, is_gloo=True, sums_locally=True)
-    works = PendingCollective((), LaunchedCollective(comm, Collective.HOP1, "", None))
+    works = PendingCollective((), LaunchedCollective(comm, Collective.HOP1, "", 0))
     return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -55,6 +54,7 @@ from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import Size
+from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import PendingWait, ThreadStream
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
@@ -204,24 +204,19 @@ class SharedMemoryTransport(Transport):
         comm.counters.record(Collective.GATHER, comm.axis, 0, name)
 
     def wait(self, counter: int, target: int, name: str) -> None:
-        """Wait until the counter with index `counter` is at least `target` on all ranks.
-
-        The elapsed time is counted as waiting time for gathers.
-        """
+        """Wait until the counter with index `counter` is at least `target` on all ranks."""
         comm, counters = self._mesh_info.zero3_gather_comm, self._segment.counters
         if not counters.ranks_below(counter, target):
             counters.wait(counter, target)
             return
-        began = time.perf_counter()
         doing = display_name(Collective.REFRESH, name)
         try:
-            with waiting(NamedWait(doing, lambda store: counters.absent(counter, target))):
+            named = NamedWait(doing, lambda store: counters.absent(counter, target))
+            with profiler_range("wait", Collective.GATHER.value, name), waiting(named):
                 counters.wait(counter, target)
         except RuntimeError as error:
             # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
             raise collective_error(comm, Collective.REFRESH, name, error) from error
-        finally:
-            comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
 def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:

@@ -106,7 +106,6 @@ def _gather(rank: int, name: str) -> None:
             assert counters.calls == {"gather": MANY}
             sent = 0 if resident else MANY * (world - 1) * buffers[0].shard.nbytes
             assert counters.bytes == {("gather", "zero3"): sent}
-            assert counters.waited.keys() <= {"gather"}
             for buffer in buffers:
                 assert buffer.nbytes == buffer.full_bytes == (0 if resident else buffer.full.nbytes)
                 buffer.free()
@@ -254,7 +253,6 @@ def test_hop_1_adds_in_rank_order_what_is_rounded_to_the_wire_dtype(rank: int, n
             itemsize = FP32.itemsize if transport.traits.rounds_on_read else wire.itemsize
             assert mesh_info.counters.calls == {"hop1": 1}
             assert mesh_info.counters.bytes == {("hop1", "zero3"): (world - 1) * NUMEL // world * itemsize}
-            assert mesh_info.counters.waited.keys() == {"hop1"}
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["pooled", "persistent"])

@@ -1,0 +1,27 @@
+"""Mark work of the package in torch's profiler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["is_profiling", "profiler_range"]
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def is_profiling() -> bool:
+    return profiler._is_profiler_enabled
+
+
+def profiler_range(*words: str) -> AbstractContextManager[Any]:
+    """Return a range of torch's profiler with the name ``layerzero.`` and `words`.
+
+    While the profiler is not active, return a context manager that does nothing, at the cost of reading one attribute.
+    """
+    if not profiler._is_profiler_enabled:
+        return _NO_RANGE
+    return torch.profiler.record_function(f"layerzero.{' '.join(filter(None, words))}")
