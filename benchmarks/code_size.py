@@ -32,12 +32,6 @@ CORE = frozenset(
         "utils",
     ]
 )
-# Files inside these folders that are add-ons, until they have moved.
-ADD_ONS_IN_CORE = frozenset(
-    [
-        "reports/trace_file.py",
-    ]
-)
 
 MAX_COMPLEXITY, MAX_LINES = 15, 60  # of a function
 
@@ -91,8 +85,7 @@ def functions(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 def is_core(path: Path) -> bool:
     """Return whether a file of the package belongs to the core."""
-    within = path.relative_to(PACKAGE)
-    return within.parts[0] in CORE and within.as_posix() not in ADD_ONS_IN_CORE
+    return path.relative_to(PACKAGE).parts[0] in CORE
 
 
 def settings() -> int:

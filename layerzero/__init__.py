@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from layerzero.ema import EMA
     from layerzero.outer_steps import OuterSteps, outer
     from layerzero.planning import Plan, plan
+    from layerzero.profiling import trace
     from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
     from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
     from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
     from layerzero.reliability.watchdog import watchdog
-    from layerzero.reports.trace_file import trace
     from layerzero.slow_links import (
         Float8Rows,
         Int4Blocks,
@@ -125,7 +125,7 @@ _ADD_ONS: dict[str, tuple[str, ...]] = {
     "layerzero.reliability.fingerprint": ("Corruption", "Fingerprint", "fingerprint"),
     "layerzero.reliability.nonfinite_guard": ("NonFiniteGradients", "StepGuard", "guard_steps"),
     "layerzero.reliability.watchdog": ("watchdog",),
-    "layerzero.reports.trace_file": ("trace",),
+    "layerzero.profiling": ("trace",),
     "layerzero.slow_links": (
         *("Float8Rows", "Int4Blocks", "Int4Difference", "Int8Blocks"),
         *("WeightPacketError", "WeightReceiver"),

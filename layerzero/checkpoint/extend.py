@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.checkpoint.errors import PathTakenError
+from layerzero.checkpoint.contents import num_saving_ranks
+from layerzero.checkpoint.errors import PathTakenError, escape_unprintable
 from layerzero.checkpoint.json_codec import MergeableValue
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import Manifest
@@ -19,7 +20,7 @@ from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_safetensors
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.checkpoint.whole_model_files import model_keys
+from layerzero.checkpoint.whole_model_files import export_model, import_model, inspect, model_keys
 
 __all__ = [
     "CheckpointFiles",
@@ -28,9 +29,14 @@ __all__ = [
     "PathTakenError",
     "RankLocalNames",
     "clear_leftovers",
+    "escape_unprintable",
+    "export_model",
+    "import_model",
+    "inspect",
     "make_folder",
     "model_keys",
     "new_token",
+    "num_saving_ranks",
     "partial_path",
     "prepare_load",
     "publish_file",

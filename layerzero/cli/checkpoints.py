@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from layerzero.checkpoint import CheckpointError, whole_model_files
-from layerzero.checkpoint.contents import num_saving_ranks
-from layerzero.checkpoint.errors import escape_unprintable
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.extend import escape_unprintable, export_model, import_model, inspect, num_saving_ranks
 from layerzero.cli.common import exit_with_error, parse_dtype, readable_failures
 from layerzero.extend import table
 from layerzero.megatron import export_parts, is_megatron_checkpoint
@@ -25,7 +24,7 @@ def inspect_checkpoint(
     Exit status: 0 if the checkpoint is intact, 1 if it is damaged or incomplete.
     """
     with readable_failures(CheckpointError, status=1):
-        manifest, contents = whole_model_files.inspect(checkpoint)
+        manifest, contents = inspect(checkpoint)
     rows = []
     for name, tensor in sorted(contents.tensors.items()):
         dtype, files = str(tensor.dtype).removeprefix("torch."), len({file for file, _, _ in tensor.chunks})
@@ -56,7 +55,7 @@ def export_checkpoint(
     The parts of Megatron's tensor-parallel ranks and pipeline stages are joined into one model.
     """
     with readable_failures(CheckpointError, status=1):
-        write = export_parts if is_megatron_checkpoint(checkpoint) else whole_model_files.export_model
+        write = export_parts if is_megatron_checkpoint(checkpoint) else export_model
         write(checkpoint, out, dtype=parse_dtype("--dtype", dtype), averages=ema)
 
 
@@ -76,4 +75,4 @@ def import_checkpoint(
             "import requires two arguments: a safetensors file or a folder of such files, and the new checkpoint"
         )
     with readable_failures(CheckpointError, status=1):
-        whole_model_files.import_model(files[:-1], files[-1], dtype=parse_dtype("--dtype", dtype))
+        import_model(files[:-1], files[-1], dtype=parse_dtype("--dtype", dtype))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import typer
 
-from layerzero.checkpoint.errors import escape_unprintable
+from layerzero.checkpoint.extend import escape_unprintable
 from layerzero.extend import addon, load_named
 
 __all__ = ["exit_with_error", "import_callable", "parse_dtype", "readable_failures"]

@@ -21,7 +21,7 @@ FLOORS = [
     ("extensions", "slow_links", "muon", "ema", "outer_fragments"),
     ("outer_steps", "weight_stream"),
     ("integrations.yaml_file",),  # read by planning, megatron and the command line
-    ("planning", "verification", "reliability"),
+    ("planning", "verification", "reliability", "profiling"),
     ("checkpoint",),
     ("megatron", "integrations"),
     ("doctor",),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile
 
-from layerzero.engine.hooks import get_state
+from layerzero.extend import get_state
 
 __all__ = ["trace"]
 
