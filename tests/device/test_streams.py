@@ -111,9 +111,9 @@ def _compare(rank: int, zero3_size: int, stride: int) -> list[list[str]]:
     logs = []
     register()
     mesh = mesh_on(NAME, zero3_size)
-    on_cpu: dict[tuple[str, bool], dict[str, Tensor]] = {}  # the weights, with any offloading
+    on_cpu: dict[tuple[str, str], dict[str, Tensor]] = {}  # the weights, with any offloading
     for settings in _settings_of(zero3_size)[::stride]:
-        key = settings["accumulation"], "mp_policy" in settings
+        key = settings["accumulation"], str(settings.get("mp_policy"))
         if key not in on_cpu:
             plain = {key: value for key, value in settings.items() if not key.startswith("offload")}
             _, on_cpu[key] = _steps(_shard(mesh_of(zero3_size), **plain), rank)

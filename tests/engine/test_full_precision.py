@@ -199,7 +199,7 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
         nn.Sequential(_Failing(), _Failing()),
         zero3_size=2,
         units={_Failing},
-        mp_policy=PrecisionPolicy(buffer_dtype=None),
+        mp_policy=LOW,
     )
     x = torch.ones(1, 4)
     loss = model(x).sum()
@@ -269,7 +269,7 @@ def _gathered_on_one_rank(rank: int) -> str:
         nn.Sequential(_Failing(), _Failing()),
         zero3_size=1,
         units={_Failing},
-        mp_policy=PrecisionPolicy(buffer_dtype=None),
+        mp_policy=LOW,
     )
     with torch.no_grad():
         model(torch.ones(1, 4))
@@ -294,7 +294,7 @@ def _disagree(rank: int) -> str:
         nn.ModuleList([_Failing(), _Failing()]),
         zero3_size=2,
         units={_Failing},
-        mp_policy=PrecisionPolicy(buffer_dtype=None),
+        mp_policy=LOW,
     )
     with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError) as caught:
         for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere

@@ -218,7 +218,7 @@ def test_reductions_use_the_dtypes_asked_for(rank: int) -> None:
                 size,
                 param_dtype=BF16,
                 reduce_dtype=reduce_dtype,
-                mp_policy=PrecisionPolicy(replica_reduce_dtype=replica_reduce_dtype),
+                replica_reduce_dtype=replica_reduce_dtype,
                 accumulation=accumulation,
             )
             layerzero.traffic(model, reset=True)

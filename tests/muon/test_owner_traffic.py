@@ -51,7 +51,7 @@ class Blocks(nn.Module):
 
 def blocks_on(zero3_size: int, **settings: Any) -> nn.Module:
     units = [f"blocks.{i}" for i in range(8)]
-    return layerzero.shard_model(Blocks(), mesh=mesh_of(zero3_size), units=units, mp_policy=POLICY, **settings)
+    return layerzero.shard_model(Blocks(), mesh=mesh_of(zero3_size), units=units, **{"mp_policy": POLICY} | settings)
 
 
 def a_step(model: nn.Module, optimizer: Any, micro_batches: int = 1) -> None:
@@ -70,7 +70,7 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
     world = dist.get_world_size()
     replicas, on_replicas = world // zero3_size, []
     for elementwise in (False, True):
-        model = blocks_on(zero3_size, mp_policy=PrecisionPolicy(replica_reduce_dtype=BF16))
+        model = blocks_on(zero3_size, mp_policy=PrecisionPolicy.of(POLICY, replica_reduce_dtype=BF16))
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model, elementwise=elementwise)
         a_step(model, optimizer)
         counts = []
