@@ -23,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from benchmarks.crossing import counted_crossings
 from benchmarks.tables import LOSS_TOLERANCE
 from benchmarks.task import OPTIMIZER, Task
 from benchmarks.worker import PEAK_STEPS, WARM_UP, settled
-from layerzero.device.accelerator import Clock, compute_device, default_device_type
+from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.integrations.yaml_file import dtype_named
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
@@ -272,21 +273,36 @@ def _timed(task: UserTask, name: str, steps: int) -> dict[str, Any]:
     rank, device = dist.get_rank(), compute_device(task.device)
     batches = [task.batches(step, rank) for step in range(WARM_UP + steps)]
     contestant = ENTRIES[name].load()(task)
-    clock = Clock.of(device)
     losses, marks = [], []
     dist.barrier()
     for step, each in enumerate(batches):
         if step >= WARM_UP:
-            marks.append(clock.now())
+            marks.append(_time_stamp(device))
         losses.append(_step(contestant, each, seed=step))
-    marks.append(clock.now())
-    times = [clock.microseconds(mark) / 1e6 for mark in marks]
-    durations = [after - before for before, after in itertools.pairwise(times)]
+    marks.append(_time_stamp(device))
+    durations = [_seconds(before, after) for before, after in itertools.pairwise(marks)]
     own = {"losses": torch.stack(losses).tolist(), "seconds": durations}
     contestant.close()
     ranks: list[Any] = [None] * task.ranks
     dist.all_gather_object(ranks, own)
     return {what: [each[what] for each in ranks] for what in own}
+
+
+def _time_stamp(device: torch.device) -> float | torch.Event:
+    """Return the time of the host for a CPU, otherwise an event that the current stream reaches."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(before: float | torch.Event, after: float | torch.Event) -> float:
+    if isinstance(before, torch.Event) and isinstance(after, torch.Event):
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+    assert isinstance(before, float) and isinstance(after, float)
+    return after - before
 
 
 def _measured(task: UserTask, name: str, interface: str | None) -> dict[str, Any]:
