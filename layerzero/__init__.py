@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from layerzero.ema import EMA
     from layerzero.outer_steps import OuterSteps, outer
     from layerzero.planning import Plan, plan
-    from layerzero.profiling import trace
     from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
     from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
     from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         WeightPacketError,
         WeightReceiver,
     )
+    from layerzero.step_trace import trace
     from layerzero.verification import ParameterDifference, VerifyReport, verify
     from layerzero.weight_stream import WeightSender, stream_weights
 
@@ -125,7 +125,7 @@ _ADD_ONS: dict[str, tuple[str, ...]] = {
     "layerzero.reliability.fingerprint": ("Corruption", "Fingerprint", "fingerprint"),
     "layerzero.reliability.nonfinite_guard": ("NonFiniteGradients", "StepGuard", "guard_steps"),
     "layerzero.reliability.watchdog": ("watchdog",),
-    "layerzero.profiling": ("trace",),
+    "layerzero.step_trace": ("trace",),
     "layerzero.slow_links": (
         *("Float8Rows", "Int4Blocks", "Int4Difference", "Int8Blocks"),
         *("WeightPacketError", "WeightReceiver"),
