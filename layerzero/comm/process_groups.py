@@ -73,7 +73,6 @@ __all__ = [
     "drop_released_groups",
     "group_count_fields",
     "groups_to_release",
-    "launch_counts",
     "mesh_group",
     "new_group_like",
     "torch_registration",
@@ -239,11 +238,6 @@ _HELD: weakref.WeakSet[HeldGroup] = weakref.WeakSet()
 def current_groups() -> list[HeldGroup]:
     """Return the references to groups of the current default process group."""
     return [held for held in list(_HELD) if held._world() is dist.group.WORLD]
-
-
-def launch_counts() -> dict[str, int]:
-    """Return the number of collectives that this rank has launched on each group, by name of the group."""
-    return {held.name: held.log.launches for held in current_groups()}
 
 
 class ModelGroups:
