@@ -21,7 +21,7 @@ FLOORS = [
     ("extensions", "slow_links", "muon", "ema", "outer_fragments"),
     ("outer_steps", "weight_stream"),
     ("integrations.yaml_file",),  # read by planning, megatron and the command line
-    ("planning", "verification", "reliability", "profiling"),
+    ("planning", "verification", "reliability", "step_trace"),
     ("checkpoint",),
     ("megatron", "integrations"),
     ("doctor",),
