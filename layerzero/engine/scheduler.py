@@ -47,7 +47,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ class Scheduler(Closable):
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self._own_modules: dict[Unit, list[weakref.ref[nn.Module]]] = {}  # modules of a unit and inside of it
+        self._attributes: dict[Unit, _Attributes] = {}  # of the modules of a unit and inside of it
         self._running: list[UnitCall] = []  # calls to units in progress, outermost first
         self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
         self._forward: ForwardPass | None = None
@@ -357,31 +356,25 @@ class Scheduler(Closable):
         if torch.autograd._get_sequence_nr() == call.first_node:  # type: ignore[attr-defined]
             return []
         if in_objects:
-            tables: Iterable[dict[str, Any]] = (vars(each) for module in unit.modules for each in module.modules())
-            tensors = chain.from_iterable(iter_tensors(value) for table in tables for value in table.values())
-        elif any(handle.weights.needs_gather for handle in unit.handles):
-            if unit not in self._own_modules:
-                self._own_modules[unit] = self._modules_outside_nested_units(unit)
-            found = [
-                value
-                for reference in self._own_modules[unit]
-                if (module := reference()) is not None
-                for name, value in vars(module).items()
-                if value.__class__ in _RESULTS and name not in _NOT_RESULTS
-            ]
-            tensors = chain.from_iterable(map(_items, found))
-        else:
+            tables = (vars(each) for module in unit.modules for each in module.modules())
+            found = [value for table in tables for value in table.values()]
+            return [each for each in iter_tensors(found) if each.requires_grad and _is_computed_in(each, call)]
+        if not unit.needs_gather:
             return []
+        if unit not in self._attributes:
+            self._attributes[unit] = _Attributes(self._modules_outside_nested_units(unit))
         return [
-            each for each in tensors if isinstance(each, Tensor) and each.requires_grad and _is_computed_in(each, call)
+            each
+            for each in self._attributes[unit].items()
+            if isinstance(each, Tensor) and each.requires_grad and _is_computed_in(each, call)
         ]
 
-    def _modules_outside_nested_units(self, unit: Unit) -> list[weakref.ref[nn.Module]]:
+    def _modules_outside_nested_units(self, unit: Unit) -> list[nn.Module]:
         others = {module for each in self._units if each is not unit for module in each.modules}
         modules, found = list(unit.modules), []
         while modules:
             module = modules.pop()
-            found.append(weakref.ref(module))
+            found.append(module)
             modules += [child for child in module.children() if child not in others]
         return found
 
@@ -767,6 +760,38 @@ class Scheduler(Closable):
             self._gradients.join_backward()
         elif self._gradients.complete():
             self._gradients.run_hooks()
+
+
+class _Attributes:
+    """Attributes of modules in which a forward pass may store results.
+
+    A module of a class of torch stores nothing itself. It is searched only if it has got more attributes than it had at
+    the first search, for instance from a hook.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
+        self._counts = [len(vars(module)) if _stores_nothing(module) else -1 for module in modules]
+
+    def items(self) -> list[Any]:
+        """Return the values of attributes, and the items of short lists, tuples and dicts."""
+        found: list[Any] = []
+        for reference, count in zip(self._modules, self._counts, strict=True):
+            if (module := reference()) is None or len(table := vars(module)) == count:
+                continue
+            for name, value in table.items():
+                if value.__class__ in _RESULTS and name not in _NOT_RESULTS:
+                    found += _items(value)
+        return found
+
+
+def _stores_nothing(module: nn.Module) -> bool:
+    """Return whether a module is of a class of torch, and no attribute has or may get a tensor as an item."""
+    if not type(module).__module__.startswith("torch.nn.modules."):
+        return False
+    names = vars(module).keys() - _NOT_RESULTS - {"_buffers"}
+    found = [value for name in names if (value := vars(module)[name]).__class__ in _RESULTS]
+    return all(isinstance(value, tuple) and not any(isinstance(each, Tensor) for each in value) for value in found)
 
 
 def _items(value: Any) -> Iterable[Any]:

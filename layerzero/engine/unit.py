@@ -66,6 +66,7 @@ class Unit:
         # True if set_reshard_after_forward was called. On a device, the root and the unit that is
         # called last follow the setting only in this case.
         self.is_told = False
+        self.needs_gather = any(handle.weights.needs_gather for handle in handles)
         self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype

@@ -363,6 +363,23 @@ def test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process(ra
         _train(rank, make(kind).double(), units, _stored_loss, size)
 
 
+@on_ranks(world_size=2)
+def test_a_hook_may_store_a_loss_on_a_layer_of_torch_after_the_first_step(rank: int) -> None:
+    torch.manual_seed(0)
+    alone = Silent("beside").double()
+    model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(2))
+    for net in (alone, model):
+        _stored_loss(net, _batch(0, 0)).backward()
+        net.zero_grad()
+        net.body[2].register_forward_hook(
+            lambda module, args, output: setattr(module, "energy", output.square().mean())
+        )
+        net(_batch(1, 0))
+        net.body[2].energy.backward()
+    expected = alone.body[2].weight.grad
+    torch.testing.assert_close(model.body[2].weight.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
 class Queries(nn.Module):
     """Unit that returns its own parameter."""
 
