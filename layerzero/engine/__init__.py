@@ -28,7 +28,8 @@ The files are listed in reading order. Each file imports only files that appear 
 - `gradient_buffer`: `GradientBuffer`, `SlotState`: accumulate gradients in a buffer that need not be cleared first
 - `gradient_offload`: `AccumulatorAllocator`, `OffloadedStorage`: accumulators that are kept in pinned host memory
 - `gradient_storage`: `GradientStorage`: memory that is persistent, pooled, aliased or on the host
-- `reduction_spec`: `ReductionSpec`, `ReductionStage`: stages of a reduction, their wire dtypes and divisors
+- `reduction_spec`: `ReductionSpec`, `ReductionStage`: stages of a reduction, their dtypes, divisors and buffers
+- `rank_traits`: `RankTraits`: grid position and backend properties, from which buffers are predicted
 - `gathered_params`: `GatheredParams`, `MainGradParameter`: autograd leaves that view the full buffer, and ``main_grad``
 - `managed_param`: `ManagedParam`, `ParamRegistry`: one parameter in its gathered, sharded and master forms
 """

@@ -49,19 +49,41 @@ arrive.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from layerzero.comm.codecs import GatherCodec
-from layerzero.comm.collectives import Collective
-from layerzero.config import Precision
+from layerzero.comm.codecs import EncodedPartsSpec, GatherCodec
+from layerzero.comm.collectives import Collective, encoded_buffer_sizes
+from layerzero.config import Offload, Precision
+from layerzero.device.buffer_pools import Size
+from layerzero.engine.rank_traits import RankTraits
+from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["ReductionSpec", "ReductionStage", "accumulates_full_gradients"]
+__all__ = ["BufferUse", "ReductionSpec", "ReductionStage", "accumulates_full_gradients"]
+
+
+class BufferUse(enum.Enum):
+    """Period in which a reduction uses a scratch buffer."""
+
+    ARRIVAL = enum.auto()  # from the unit's first gradient until the launch, which sends a rounded copy
+    ARRIVAL_AND_FIRST = enum.auto()  # from the unit's first gradient until the first collective has completed
+    FIRST = enum.auto()  # during the first collective
+    BETWEEN = enum.auto()  # from the result of the first collective until the launch of the second
+    SECOND = enum.auto()  # from the result of the first collective, or the launch of the second, until its end
+    RESULT = enum.auto()  # while the final gradient is computed, before it is copied to the host
+
+
+# For each stage: use of a source that is sent as a rounded copy, of a source that is sent itself, and of other buffers.
+_SOURCE_USES = (
+    (BufferUse.ARRIVAL, BufferUse.ARRIVAL_AND_FIRST, BufferUse.FIRST),
+    (BufferUse.BETWEEN, BufferUse.SECOND, BufferUse.SECOND),
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +194,33 @@ class ReductionSpec:
         """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
         return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
 
+    def buffers(
+        self, layout: FlatLayout, traits: RankTraits, *, master: torch.dtype, offload: Offload
+    ) -> Iterator[tuple[Size, BufferUse]]:
+        """Yield the sizes of all scratch buffers that a reduction over all ranks uses, and when it uses them.
+
+        Args:
+            master: dtype of the masters.
+        """
+        if offload.optimizer:
+            use = BufferUse.RESULT if self.stages else BufferUse.ARRIVAL
+            yield (traits.grid.numel(layout, Extent.ZERO1), master), use
+        for number, stage in enumerate(self.stages):
+            dtype = master if number else self.incoming_dtype
+            numel, is_rounded = traits.grid.numel(layout, stage.source), dtype != stage.wire_dtype
+            is_read_in_place = stage.collective is Collective.HOP1 and not traits.transport.receives_copies
+            if stage.source is self.accumulator_extent and self.separate_dtype is None:
+                leaves_slab = offload.grads and (is_read_in_place or number > 0)
+                sends_copy = leaves_slab or (is_rounded and not is_read_in_place)
+            else:
+                sends_copy = is_rounded
+                yield (numel, dtype), _SOURCE_USES[number][0 if is_rounded else 1]
+            during = _SOURCE_USES[number][2]
+            if sends_copy:
+                yield (numel, stage.wire_dtype), during
+            for size in () if is_read_in_place else _receive_sizes(stage, layout, traits):
+                yield size, during
+
     @property
     def sends_accumulator(self) -> bool:
         """True if the buffer in which gradients arrive is the accumulator, and the first stage sends it."""
@@ -186,6 +235,25 @@ class ReductionSpec:
 def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
     """Return whether full gradients, which ``main_grad`` shows, are accumulated over micro-batches."""
     return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
+
+
+def _receive_sizes(stage: ReductionStage, layout: FlatLayout, traits: RankTraits) -> list[Size]:
+    """Return the size of a stage's receive buffer or, with a codec, the sizes of all buffers that the stage needs.
+
+    If this rank adds the parts of all ranks, the receive buffer holds all of these parts. Otherwise it holds their sum.
+    """
+    grid = traits.grid
+    if stage.collective is Collective.HOP1:
+        received = Extent.FULL if traits.transport.sums_locally else Extent.ZERO3
+        return [(grid.numel(layout, received), stage.wire_dtype)]
+    own, numel = grid.numel(layout, Extent.ZERO1), grid.numel(layout, Extent.ZERO3)
+    unequal_parts = grid.replica_part_sizes(layout)
+    if stage.codec is not None:
+        encoded = EncodedPartsSpec.of(stage.codec, layout, grid, stage.wire_dtype)
+        parts = unequal_parts or (numel // grid.replicas,) * grid.replicas
+        return encoded_buffer_sizes(encoded, parts, grid.replica_rank)
+    sums_locally = traits.adds_hop2 or unequal_parts is not None
+    return [(grid.replicas * own if sums_locally else own, stage.wire_dtype)]
 
 
 def _divide_factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:

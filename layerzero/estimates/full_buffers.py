@@ -7,12 +7,11 @@ storages of full buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import UntypedStorage
 
 from layerzero.device.buffer_pools import FullBufferPool, max_gathered_bytes
 from layerzero.estimates.specs import UnitSpec
@@ -32,137 +31,134 @@ class FullBufferEstimate(NamedTuple):
 def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
     """Return the memory of the full buffers of `units` in simulated steps with one forward and one backward pass.
 
-    The root must be the first of `units`.
+    Args:
+        units: units in the order of registration, which begins with the root.
     """
-    stage = _StepSimulation(units, prefetch)
+    pool = FullBufferPool(torch.device("meta"))
+    pool.limit = max_gathered_bytes([unit.gathered_footprint for unit in units], prefetch)
+    gathered = [_GatheredUnit(unit, pool) for unit in units]
+    on_one_mesh = len({unit.over for unit in units}) == 1
+    last_stays = on_one_mesh and units[-1].traits.on_device and units[-1].reshard_after_forward is True
     for step in range(_STEPS):
-        stage.prefetch = prefetch if step else 0
-        stage.order_is_known = step > 0
-        stage.forward()
-        stage.prefetch = prefetch
-        stage.backward()
-    return FullBufferEstimate(stage.pool.cached_bytes, stage.pool.most_bytes)
+        stays = gathered[-1] if step and last_stays else None
+        returned = _forward(gathered, prefetch if step else 0, stays)
+        _backward(returned, prefetch)
+    return FullBufferEstimate(pool.cached_bytes, pool.most_bytes)
 
 
-class _StepSimulation:
-    def __init__(self, units: Sequence[UnitSpec], prefetch: int) -> None:
-        self.pool = FullBufferPool(torch.device("meta"))
-        self.pool.limit = max_gathered_bytes([unit.gathered_footprint for unit in units], prefetch)
-        self.prefetch = 0
-        self.order_is_known = False
-        self._inner = _nested_units(units)
-        self._returned = {unit: self._in_return_order(unit) for unit in units}  # nested units first, then the unit
-        self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
-        on_one_mesh = len({unit.over for unit in units}) == 1
-        self._last = self._order[-1] if on_one_mesh and units[0].traits.on_device else None  # called last
-        self._place = {unit: index for index, unit in enumerate(self._order)}
-        self._storages = {
-            unit: [_storages(handle.gathered_sizes(unit.traits)) for handle in unit.handles] for unit in units
-        }
-        self._coded = {unit: _storages([unit.encoded_bytes_of(handle) for handle in unit.handles]) for unit in units}
-        self._kept = {
-            unit: _storages([unit.post_forward_bytes_of(handle) for handle in unit.handles]) for unit in units
-        }
+class _GatheredUnit:
+    """Storages of one unit's full buffers, in a pool of the simulation."""
 
-    def forward(self) -> None:
-        for unit in self._outermost_units():
-            self._call_unit(unit)
+    def __init__(self, unit: UnitSpec, pool: FullBufferPool) -> None:
+        self.spec = unit
+        # For each handle: the full buffer, parameters that are not contiguous, encoded shards, the post-forward shard.
+        self._handles = [
+            (
+                _Buffer(full, pool),
+                [_Buffer(nbytes, pool) for nbytes in strided],
+                _Buffer(unit.encoded_bytes_of(handle), pool),
+                _Buffer(unit.post_forward_bytes_of(handle), pool),
+            )
+            for handle in unit.handles
+            for full, *strided in (handle.gathered_sizes(unit.traits),)
+        ]
 
-    def backward(self) -> None:
-        returned = [unit for outermost in self._outermost_units() for unit in self._returned[outermost]]
-        for index in reversed(range(len(returned))):
-            unit = returned[index]
-            for enclosing in reversed(returned[index + 1 :]):
-                if unit in self._returned[enclosing]:
-                    self._gather(enclosing)
-                    self._wait(enclosing)
-            self._gather(unit)
-            following = returned[index + 1] if index + 1 < len(returned) else None
-            if following is None or unit in self._returned[following]:
-                self._prefetch_before(returned, index)
-            self._wait(unit)
-            if following is not None and unit not in self._returned[following]:
-                self._release(following)
-                self._prefetch_before(returned, index)
-        for unit in returned:
-            self._release(unit)
+    def encloses(self, other: _GatheredUnit) -> bool:
+        outer = self.spec.name
+        return self is not other and (not outer or other.spec.name.startswith(f"{outer}."))
 
-    def _prefetch_before(self, returned: Sequence[UnitSpec], index: int) -> None:
-        earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
-        for unit in islice(earlier, self.prefetch):
-            self._gather(unit)
-
-    def _call_unit(self, unit: UnitSpec) -> None:
-        self._gather(unit)
-        next_index = self._place[unit] + 1
-        for upcoming in islice(_on_mesh_of(unit, self._order[next_index:]), self.prefetch):
-            self._gather(upcoming)
-        self._wait(unit)
-        for nested in self._inner[unit]:
-            self._call_unit(nested)
-        stays = self.order_is_known and unit is self._last and unit.reshard_after_forward is True
-        if not unit.stays_gathered and not stays:
-            for storage, nbytes in self._kept[unit]:
-                self._allocate(storage, nbytes)
-            self._free(unit)
-
-    def _outermost_units(self) -> Iterator[UnitSpec]:
-        nested = {child for children in self._inner.values() for child in children}
-        return (unit for unit in self._order if unit not in nested)
-
-    def _in_return_order(self, unit: UnitSpec) -> list[UnitSpec]:
-        return [descendant for child in self._inner[unit] for descendant in self._in_return_order(child)] + [unit]
-
-    def _gather(self, unit: UnitSpec) -> None:
-        storages = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
-        for (full, *_), coded, (post_forward, _) in storages:
-            decodes = not full[0].nbytes() and not post_forward.nbytes()
-            self._allocate(*full)
+    def gather(self) -> None:
+        for full, _, encoded, kept in self._handles:
+            decodes = not full.allocated and not kept.allocated
+            full.allocate()
             if decodes:
-                self._allocate(*coded)
+                encoded.allocate()
 
-    def _wait(self, unit: UnitSpec) -> None:
-        for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
-            if coded.nbytes():
-                self.pool.free(coded)
-            for storage, nbytes in strided:
-                self._allocate(storage, nbytes)
+    def wait(self) -> None:
+        for _, strided, encoded, _ in self._handles:
+            encoded.free()
+            for buffer in strided:
+                buffer.allocate()
 
-    def _allocate(self, storage: UntypedStorage, nbytes: int) -> None:
-        if nbytes and not storage.nbytes():
-            self.pool.allocate(storage, nbytes)
+    def free(self) -> None:
+        for full, strided, *_ in self._handles:
+            for buffer in (*strided, full):
+                buffer.free()
 
-    def _free(self, unit: UnitSpec) -> None:
-        for full, *strided in self._storages[unit]:
-            for storage, _ in (*strided, full):
-                if storage.nbytes():
-                    self.pool.free(storage)
+    def free_after_forward(self) -> None:
+        for *_, kept in self._handles:
+            kept.allocate()
+        self.free()
 
-    def _release(self, unit: UnitSpec) -> None:
-        self._free(unit)
-        for storage, _ in self._kept[unit]:
-            if storage.nbytes():
-                self.pool.free(storage)
+    def free_after_backward(self) -> None:
+        self.free()
+        for *_, kept in self._handles:
+            kept.free()
 
 
-def _on_mesh_of(unit: UnitSpec, candidates: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
-    """Yield the units in `candidates` that a call to `unit` may prefetch, which have the same traits as `unit`."""
-    return (candidate for candidate in candidates if candidate.traits == unit.traits)
+class _Buffer:
+    def __init__(self, nbytes: int, pool: FullBufferPool) -> None:
+        self._nbytes = nbytes
+        self._pool = pool
+        self._storage = torch.empty(0, device="meta").untyped_storage()
+
+    @property
+    def allocated(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def allocate(self) -> None:
+        if self._nbytes and not self.allocated:
+            self._pool.allocate(self._storage, self._nbytes)
+
+    def free(self) -> None:
+        if self.allocated:
+            self._pool.free(self._storage)
 
 
-def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
-    return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
+def _forward(units: Sequence[_GatheredUnit], prefetch: int, stays: _GatheredUnit | None) -> list[_GatheredUnit]:
+    """Simulate a forward pass and return the units in the order in which their calls return."""
+    calls: list[_GatheredUnit] = []
+    returned: list[_GatheredUnit] = []
+
+    def leave() -> None:
+        unit = calls.pop()
+        returned.append(unit)
+        if not unit.spec.stays_gathered and unit is not stays:
+            unit.free_after_forward()
+
+    for index, unit in enumerate(units):
+        while calls and not calls[-1].encloses(unit):
+            leave()
+        unit.gather()
+        _prefetch(unit, units[index + 1 :], prefetch)
+        unit.wait()
+        calls.append(unit)
+    while calls:
+        leave()
+    return returned
 
 
-def _nested_units(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """Return the units that are directly nested in each unit, in order."""
-    children: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
-    for unit in units:
-        enclosing = [other for other in units if other is not unit and _encloses(other.name, unit.name)]
-        if enclosing:
-            children[max(enclosing, key=lambda other: len(other.name))].append(unit)
-    return children
+def _backward(returned: Sequence[_GatheredUnit], prefetch: int) -> None:
+    for index in reversed(range(len(returned))):
+        unit, later, earlier = returned[index], returned[index + 1 :], returned[:index][::-1]
+        for enclosing in reversed(later):
+            if enclosing.encloses(unit):
+                enclosing.gather()
+                enclosing.wait()
+        unit.gather()
+        has_ended = later and not later[0].encloses(unit)  # the backward pass of the next unit
+        if not has_ended:
+            _prefetch(unit, earlier, prefetch)
+        unit.wait()
+        if has_ended:
+            later[0].free_after_backward()
+            _prefetch(unit, earlier, prefetch)
+    for unit in returned:
+        unit.free_after_backward()
 
 
-def _encloses(outer: str, name: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")
+def _prefetch(unit: _GatheredUnit, upcoming: Iterable[_GatheredUnit], count: int) -> None:
+    """Gather the next `count` units with the same traits, which a call to `unit` may prefetch."""
+    on_mesh = (each for each in upcoming if each.spec.traits == unit.spec.traits)
+    for each in islice(on_mesh, count):
+        each.gather()

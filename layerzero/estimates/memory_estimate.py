@@ -18,7 +18,7 @@ from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
-from layerzero.estimates.scratch_buffers import plan_scratch
+from layerzero.estimates.scratch_buffers import count_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
@@ -49,14 +49,10 @@ def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
     """
     total = 0
     for unit in units:
-        grid = unit.traits.grid
         for handle in unit.handles:
-            if handle.trainable:
-                own_range = grid.range_of(handle.layout, Extent.ZERO1)
-                sizes = [
-                    len(range(max(s.offset, own_range.start), min(s.end, own_range.stop))) for s in handle.layout.slots
-                ]
-                total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
+            for slot in handle.layout.slots if handle.trainable else ():
+                own = unit.traits.grid.slot_slice(handle.layout, slot, Extent.ZERO1)
+                total += numbers * (own.stop - own.start) * handle.precision.master.itemsize + _STEP
     return total
 
 
@@ -71,8 +67,7 @@ def estimate_memory(
             planned from `units`.
     """
     if scratch is None:
-        handles = [handle for unit in units for handle in unit.handles]
-        scratch = plan_scratch(handles, config, units[0].traits).nbytes
+        scratch = count_scratch(units, config).nbytes
     kinds: Counter[str] = Counter()
     for unit in units:
         for handle in unit.handles:

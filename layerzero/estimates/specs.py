@@ -8,47 +8,16 @@ from functools import cached_property
 
 import torch
 
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.base import TransportTraits, post_forward_bytes
+from layerzero.comm.transport.base import post_forward_bytes
 from layerzero.config import LayerZeroConfig, Precision
-from layerzero.device.accelerator import device_module
-from layerzero.device.buffer_pools import Size, UnitFootprint
+from layerzero.device.buffer_pools import UnitFootprint
 from layerzero.dtensor.gather_extension import GatheredBytes
+from layerzero.engine.rank_traits import RankTraits
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["HandleSpec", "RankTraits", "UnitSpec", "specs_of"]
-
-
-@dataclass(frozen=True)
-class RankTraits:
-    """Position of a rank in the grid, and the backend properties that determine its memory."""
-
-    grid: ShardGrid
-    transport: TransportTraits  # traits of the ZeRO-3 group's transport
-    # True if this rank receives the parts of all ranks in hop 2 and adds them: on gloo, or with
-    # `fp32_accumulation`.
-    adds_hop2: bool
-    on_device: bool  # True if the rank computes on an accelerator with its own streams and memory
-    weights_in_host: bool = False  # True if ZeRO-3 shards are in host memory
-
-    @classmethod
-    def of(cls, mesh_info: MeshInfo, transport: TransportTraits, *, offload_params: bool) -> RankTraits:
-        return cls(
-            mesh_info.grid,
-            transport,
-            adds_hop2=mesh_info.replica_comm.sums_locally,
-            on_device=device_module(mesh_info.device) is not None,
-            weights_in_host=offload_params and not transport.full_buffer_resident,
-        )
-
-    @property
-    def needs_gather(self) -> bool:
-        """True if the full buffer has memory in addition to the ZeRO-3 shard."""
-        resident = self.transport.full_buffer_resident or self.grid.same_elements(Extent.ZERO3, Extent.FULL)
-        return self.weights_in_host or not resident
+__all__ = ["HandleSpec", "UnitSpec", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -75,15 +44,6 @@ class HandleSpec:
     @property
     def accumulator_dtype(self) -> torch.dtype:
         return self.reduction_spec.separate_dtype or self.precision.master
-
-    @property
-    def incoming_size(self) -> Size:
-        return self.layout.numel, self.reduction_spec.incoming_dtype
-
-    @property
-    def sent_size(self) -> Size:
-        """Number of elements that the first stage sends, and their dtype."""
-        return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
         """Return the sizes in bytes of the full buffer and of each gathered parameter that is not contiguous.

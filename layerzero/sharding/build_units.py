@@ -26,10 +26,11 @@ from layerzero.dtensor.stale_parameter import make_stale
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.gathered_params import is_row_major
 from layerzero.engine.handle import Handle
+from layerzero.engine.rank_traits import RankTraits
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.unit import Unit
-from layerzero.estimates.specs import HandleSpec, RankTraits
+from layerzero.estimates.specs import HandleSpec
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.comm.transport.selection import process_group_traits
 from layerzero.config import LayerZeroConfig
-from layerzero.estimates.specs import RankTraits, UnitSpec
+from layerzero.engine.rank_traits import RankTraits
+from layerzero.estimates.specs import UnitSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.build_units import check_codecs, plan_handles, settings_of_units
 from layerzero.sharding.unit_selection import UnitDefinition, partition

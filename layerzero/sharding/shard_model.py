@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -46,12 +45,13 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
 from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.hooks import register_hooks
+from layerzero.engine.rank_traits import RankTraits
 from layerzero.engine.resources import MeshResources, ModelPools
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 from layerzero.estimates.memory_estimate import held_bytes
-from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, plan_scratch
-from layerzero.estimates.specs import RankTraits, specs_of
+from layerzero.estimates.scratch_buffers import buffer_demand, scratch_of
+from layerzero.estimates.specs import specs_of
 from layerzero.sharding.build_units import (
     build_unit,
     check_codecs,
@@ -290,13 +290,6 @@ def _build(
 
     meshes = [site.mesh_info for site in sites.values()]
     transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
-    scratch = ScratchBuffers(Counter(), Counter(), 0)
-    for shared_over, site in sites.items():
-        planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
-        traits = transports[site.mesh_info].traits
-        rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload.params)
-        scratch = scratch.plus(plan_scratch(planned, config, rank_traits))
-    pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     resources = {
         each: MeshResources(each, transport, pools, _create_refresher(each, config.codecs, pools))
         for each, transport in transports.items()
@@ -311,6 +304,8 @@ def _build(
             plan, planned, settings[plan], config, site, resources[site.mesh_info], param_init_fn, enclosing
         )
         uninitialized += unit_uninitialized
+    scratch = scratch_of(units_built.values(), config)
+    pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     lz_state = LayerZeroState(model, [*units_built.values()], config, model_ranks, pools, transports.values(), ignored)
     lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]

@@ -42,7 +42,7 @@ from tests.support import wrapped_gloo
 __all__ = ["NAME", "Device", "DeviceCopies", "register"]
 
 NAME = "device"
-_MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.scheduler", "estimates.specs")
+_MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.rank_traits", "engine.scheduler")
 _MOST_LATE = 2e-3  # seconds
 _PATIENCE = 20.0
 _REGISTER = "register_post_accumulate_grad_hook"
