@@ -174,23 +174,6 @@ def _wait_for_last(group: HeldGroup) -> None:
         pending.make_stream_wait()
 
 
-@dataclass
-class _StreamReduction:
-    """Reduction that the current stream runs in :meth:`wait`. See [Note: Collectives on streams of the engine]."""
-
-    communicator: Communicator
-    function: Callable[[], object] | None  # calls the collective; None after the call, which may only enqueue it
-
-    def is_completed(self) -> bool:
-        return self.function is None
-
-    def wait(self) -> None:
-        function, self.function = self.function, None
-        if function is not None:
-            _wait_for_last(self.communicator.held_group)
-            function()
-
-
 class _StreamGather:
     """All-gather on the stream of its communicator. See [Note: Collectives on streams of the engine].
 
@@ -493,7 +476,7 @@ def reduce_scatter(
 ) -> PendingReduction:
     """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`. Rank i receives the sum of piece i of all ranks.
 
-    If `comm.uses_streams` is True, the wait starts it instead.
+    If `comm.uses_streams` is True, the current stream runs it. See [Note: Collectives on streams of the engine].
 
     Args:
         pool: pool that provides the receive buffer.
@@ -518,12 +501,13 @@ def reduce_scatter(
             summands = received.view(comm.size, numel).unbind()
         else:
             function = partial(_reduce_scatter_flat, received, flat, group=comm.group)
-        work: Transfer = (
-            _StreamReduction(comm, partial(function, async_op=False)) if comm.uses_streams else function(async_op=True)
-        )
-        return PendingReduction(
-            launched.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
-        )
+        if comm.uses_streams:
+            work = launched.attach_transfers()
+            _wait_for_last(comm.held_group)
+            function(async_op=False)
+        else:
+            work = launched.attach_transfers(function(async_op=True))
+        return PendingReduction(work, flat, lambda: summands, wire, partial(pool.release, received))
 
 
 def encoded_reduce_scatter(

@@ -483,7 +483,7 @@ class HandleReduction:
             launches = streams.zero3 if is_encoded else stream  # encodes while `stream` decodes an earlier message
             launches.wait_event(ready)
             launches.run(partial(self._launch, stage, is_first=number == 0))
-            stream.wait_event(self)  # runs the reduction, or waits for an encoded reduction and its launch
+            stream.wait_event(self)  # an encoded reduction, and its launch, are on other streams
             stream.run(partial(self._add_received, stage))
             ready = stream.record_event(stage.collective.value, self.gradients.label)
             self.finished_events.append(ready)

@@ -29,7 +29,6 @@ from layerzero.comm.collectives import (
     Collective,
     PendingCollective,
     PendingSmallGather,
-    _StreamReduction,
     all_gather,
     all_gather_small,
 )
@@ -38,6 +37,7 @@ from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.weight_storage import GatherState
+from layerzero.extend import StepObserver, attach
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.launches import launches_of
 from tests.support.models import (
@@ -307,14 +307,13 @@ def test_each_hop_has_its_own_stream(rank: int) -> None:
     with Device().installed() as device:
         model = _shard(mesh)
 
-        def recording(reduction: _StreamReduction) -> None:
-            streams[reduction.communicator.axis].add(device.current_stream())
-            wait(reduction)
+        class Recorder(StepObserver):
+            def launched(self, works: PendingCollective) -> None:
+                streams[works.launched.collective].add(device.current_stream())
 
-        wait = _StreamReduction.wait
-        with mock.patch.object(_StreamReduction, "wait", recording):
-            integer_loss(model, integer_batch(step=0, rank=rank)).backward()
-        (hop1,), (hop2,) = streams["zero3"], streams["replica"]
+        attach(model, Recorder())
+        integer_loss(model, integer_batch(step=0, rank=rank)).backward()
+        (hop1,), (hop2,) = streams[Collective.HOP1], streams[Collective.HOP2]
         assert hop1 is not hop2 and not (hop1.computes or hop2.computes)
 
 
