@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import (
-    Codecs,
-    Float8Rows,
-    GatherCodec,
-    Int4Blocks,
-    Int4Difference,
-    Int8Blocks,
-    Offload,
-    PrecisionPolicy,
-)
+from layerzero import Codecs, Float8Rows, Int4Blocks, Int4Difference, Int8Blocks, Offload, PrecisionPolicy
 from layerzero.extend import refuse_old_names
 
-__all__ = [
-    "HOP2_CODECS",
-    "NAMED_REFRESH_CODECS",
-    "dtype_named",
-    "has_names_of_mindspeed",
-    "read_settings",
-    "read_yaml",
-    "translate",
-]
+__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "translate"]
 
 _log = logging.getLogger("layerzero")
 
@@ -48,14 +31,39 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-HOP2_CODECS: dict[str, GatherCodec] = {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()}  # by name in a file
-NAMED_REFRESH_CODECS: dict[str, str | Int4Difference] = {"lossless": "lossless", "int4_difference": Int4Difference()}
-_CODECS: dict[str, dict[str, Any]] = {"gather": {"float8_rows": Float8Rows()}, "hop2": HOP2_CODECS}
+_CODECS: dict[str, dict[str, Any]] = {  # by field of Codecs and name in a file
+    "gather": {"float8_rows": Float8Rows()},
+    "hop2": {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()},
+    "refresh": {"lossless": "lossless", "int4_difference": Int4Difference()},
+}
 _POLICY = tuple(field.name for field in fields(PrecisionPolicy))
 _FLAGS = ("cast_forward_inputs", "fp32_accumulation")  # fields of a policy that are no dtypes
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
 _OFFLOADS = {"offload_grads": "grads", "offload_optimizer": "optimizer"}
 _ONLY_IN_MINDSPEED = ("buffer_dtype", *_OFFLOADS)  # accepted in files that have other names of MindSpeed
+_DTYPES_OF_MINDSPEED = ("param_dtype", "reduce_dtype", "buffer_dtype")
+# Options of MindSpeed without a counterpart: the only supported value, and the reason.
+_WITHOUT_COUNTERPART: dict[str, tuple[object, str]] = {
+    "ckpt_load_path": (
+        None,
+        "settings cannot load a checkpoint. Leave it out, and call layerzero.checkpoint.load(path, model, optimizer) "
+        "after shard_optimizer. MindSpeed's pickled checkpoints are not supported",
+    ),
+    "param_init_fn": (None, "a file cannot contain functions. Pass it to layerzero.shard_model"),
+    "limit_all_gathers": (
+        True,
+        "layerzero always limits the units that are gathered ahead. Leave it out, and set prefetch",
+    ),
+    "backward_reduce_scatter": (
+        "BACKWARD_PRE",
+        "layerzero always reduces a unit's gradients while the next unit computes. Use BACKWARD_PRE, or leave it out",
+    ),
+}
+_MINDSPEED = {
+    *("transformer_layers", "param_dtype", "reduce_dtype", "autocast_input", "autocast_output"),
+    *_PREFETCH,
+    *_WITHOUT_COUNTERPART,
+}
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
     Raises:
         ValueError: a name or value is invalid or not supported. The message names the setting and the file.
     """
-    content = read_yaml(Path(path))
+    content = _read_yaml(Path(path))
     try:
         return translate(content, known)
     except (TypeError, ValueError) as error:
@@ -77,10 +85,10 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
     """Return whether a file uses MindSpeed's names. In such files, `zero3_size` also counts tensor-parallel ranks."""
-    return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
+    return not _read_yaml(Path(path)).keys().isdisjoint(_MINDSPEED)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file.
 
     Raises:
@@ -110,25 +118,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _similar_name(name: str, accepted: Iterable[str]) -> str:
-    """Return a phrase with the accepted name that is most similar to `name`; empty if none is similar."""
-    similar = difflib.get_close_matches(name, sorted(accepted), n=1)
-    return f" (did you mean {similar[0]}?)" if similar else ""
-
-
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """Convert the contents of a settings file to arguments for :class:`layerzero.LayerZeroConfig`.
 
     See :func:`read_settings` for the arguments and errors.
     """
-    of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
+    of_mindspeed = set(_MINDSPEED)
     if of_mindspeed.isdisjoint(content):
         refuse_old_names(map(str, content))
     else:
         of_mindspeed |= {*_ONLY_IN_MINDSPEED}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
-        listed = ", ".join(name + _similar_name(name, accepted) for name in unknown)
+        similar = {name: difflib.get_close_matches(name, sorted(accepted), n=1) for name in unknown}
+        listed = ", ".join(name + "".join(f" (did you mean {each}?)" for each in similar[name]) for name in unknown)
         raise ValueError(f"unknown settings {listed}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
     mindspeed = {name: value for name, value in content.items() if name in of_mindspeed}
@@ -140,24 +143,36 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
         named = {name: _codec_named(name, each) for name, each in _fields("codecs", codecs, Codecs).items()}
         settings["codecs"] = Codecs(**named)
     policy = _policy(settings.pop("mp_policy", None))
-    if offloads := {_OFFLOADS[name]: value for name, value in mindspeed.items() if name in _OFFLOADS}:
-        settings["offload"] = Offload(**offloads)
-    if "buffer_dtype" in mindspeed:
-        _set_dtype("buffer_dtype", mindspeed["buffer_dtype"], settings, policy)
-    for name, translate in _TRANSLATIONS.items():
-        if name in mindspeed:
-            translate(name, mindspeed[name], settings, policy)
-    if "transformer_layers" in mindspeed:  # this is a MindSpeed file, so MindSpeed's defaults apply
-        for name in ("param_dtype", "reduce_dtype"):
-            if name not in policy:
-                _log.info("%s is not given. Using torch.float16, MindSpeed's default", name)
-        policy = {"param_dtype": torch.float16, "reduce_dtype": torch.float16, **policy}
-        policy.setdefault("cast_forward_inputs", True)
-        policy.setdefault("output_dtype", torch.float32)  # autocast_output is true by default
+    _translate_mindspeed(mindspeed, settings, policy)
     _set_prefetch(mindspeed, settings)
     if policy:
         settings["mp_policy"] = PrecisionPolicy(**policy)
     return settings
+
+
+def _translate_mindspeed(mindspeed: Mapping[str, Any], settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    """Add MindSpeed's options, except for those of prefetching, to `settings` and to the fields of the policy."""
+    for name, (supported, reason) in _WITHOUT_COUNTERPART.items():
+        if (value := mindspeed.get(name, supported)) != supported:
+            raise ValueError(f"{name} is {value!r}, but {reason}")
+    if offloads := {field: mindspeed[name] for name, field in _OFFLOADS.items() if name in mindspeed}:
+        settings["offload"] = Offload(**offloads)
+    for name in [name for name in _DTYPES_OF_MINDSPEED if name in mindspeed]:
+        if name in policy:
+            raise ValueError(f"{name} is given twice, outside and inside mp_policy. Remove one of the entries")
+        policy[name] = _dtype(name, mindspeed[name])
+    if "autocast_input" in mindspeed:
+        policy["cast_forward_inputs"] = _bool("autocast_input", mindspeed["autocast_input"])
+    if "autocast_output" in mindspeed:
+        policy["output_dtype"] = torch.float32 if _bool("autocast_output", mindspeed["autocast_output"]) else None
+    if "transformer_layers" in mindspeed:  # this is a MindSpeed file, so MindSpeed's defaults apply
+        _set_units(mindspeed["transformer_layers"], settings)
+        for name in ("param_dtype", "reduce_dtype"):
+            if name not in policy:
+                _log.info("%s is not given. Using torch.float16, MindSpeed's default", name)
+                policy[name] = torch.float16
+        policy.setdefault("cast_forward_inputs", True)
+        policy.setdefault("output_dtype", torch.float32)  # autocast_output is true by default
 
 
 def _fields(name: str, value: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -185,12 +200,10 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _codec_named(setting: str, name: Any) -> Any:
-    """Return the codec with this name. Values that are not names, and unknown names of refresh codecs, are returned."""
+    """Return the codec with this name. Values that are not names are returned."""
+    codecs = _CODECS[setting]
     if not isinstance(name, str):
         return name
-    if setting == "refresh":
-        return NAMED_REFRESH_CODECS.get(name, name)
-    codecs = _CODECS[setting]
     if name not in codecs:
         raise ValueError(
             f"codecs.{setting} is {name!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to "
@@ -221,35 +234,12 @@ def _bool(name: str, value: Any) -> bool:
     return value
 
 
-def _set_units(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+def _set_units(value: Any, settings: dict[str, Any]) -> None:
     if "units" in settings:
         raise ValueError("units and transformer_layers are both given, but they mean the same. Use only one of them")
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        raise ValueError(f"{name} must be a list of class names, got {value!r}")
+        raise ValueError(f"transformer_layers must be a list of class names, got {value!r}")
     settings["units"] = value
-
-
-def _set_dtype(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    if name in policy:
-        raise ValueError(f"{name} is given twice, outside and inside mp_policy. Remove one of the entries")
-    policy[name] = _dtype(name, value)
-
-
-def _set_cast(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    policy["cast_forward_inputs"] = _bool(name, value)
-
-
-def _set_output(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    policy["output_dtype"] = torch.float32 if _bool(name, value) else None
-
-
-def _refuse_checkpoint_path(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    if value is not None:
-        raise ValueError(
-            f"{name} is {value!r}, but settings cannot load a checkpoint. Leave it out, and call "
-            "layerzero.checkpoint.load(path, model, optimizer) after shard_optimizer. MindSpeed's pickled checkpoints "
-            "are not supported"
-        )
 
 
 def _set_prefetch(mindspeed: Mapping[str, Any], settings: dict[str, Any]) -> None:
@@ -273,37 +263,3 @@ def _set_prefetch(mindspeed: Mapping[str, Any], settings: dict[str, Any]) -> Non
             "both. Use true and BACKWARD_PRE, or false and null"
         )
     settings["prefetch"] = int(forward)
-
-
-def _refuse_init(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    if value is not None:
-        raise ValueError(f"{name} is {value!r}, but a file cannot contain functions. Pass it to layerzero.shard_model")
-
-
-def _check_limit_all_gathers(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    if not _bool(name, value):
-        raise ValueError(
-            f"{name} is false, but layerzero always limits the units that are gathered ahead. Leave it out, and set "
-            "prefetch"
-        )
-
-
-def _refuse_late_reduction(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    if value != "BACKWARD_PRE":
-        raise ValueError(
-            f"{name} is {value!r}, but layerzero always reduces a unit's gradients while the next unit computes. Use "
-            "BACKWARD_PRE, or leave it out"
-        )
-
-
-_TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], None]] = {
-    "transformer_layers": _set_units,
-    "param_dtype": _set_dtype,
-    "reduce_dtype": _set_dtype,
-    "autocast_input": _set_cast,
-    "autocast_output": _set_output,
-    "ckpt_load_path": _refuse_checkpoint_path,
-    "param_init_fn": _refuse_init,
-    "limit_all_gathers": _check_limit_all_gathers,
-    "backward_reduce_scatter": _refuse_late_reduction,
-}

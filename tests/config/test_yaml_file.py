@@ -11,7 +11,16 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero import Codecs, Float8Rows, Int8Blocks, LayerZeroConfig, Offload, PrecisionPolicy
+from layerzero import (
+    Codecs,
+    Float8Rows,
+    Int4Blocks,
+    Int4Difference,
+    Int8Blocks,
+    LayerZeroConfig,
+    Offload,
+    PrecisionPolicy,
+)
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -82,6 +91,9 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         ignored_modules=["head"],
         sync_module_states=False,
     )
+    assert LayerZeroConfig(**config.arguments()) == config
+    lossy = read(tmp_path, "codecs: {hop2: int4_blocks, refresh: int4_difference}").codecs
+    assert lossy == Codecs(hop2=Int4Blocks(), refresh=Int4Difference())
     default = LayerZeroConfig()
     same = [name for name, value in config.arguments().items() if value == getattr(default, name)]
     assert not same, f"the test gives no other value to {same}"
@@ -159,11 +171,14 @@ def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
         ("mp_policy: {param_dtype: bf16}\nparam_dtype: bf16", "param_dtype is given twice"),
         ("hop2_codec: int8_blocks", r"hop2_codec is no longer a setting.*codecs=layerzero.Codecs\(hop2="),
         ("offload: {grad: true}", "offload must be a mapping with the names grads, optimizer, params, pin_memory"),
+        ("codecs: {gather: int4}", r"codecs\.gather is 'int4', but a file supports only float8_rows"),
+        ("codecs: {hop2: float8_rows}", "'float8_rows', but a file supports only int8_blocks and int4_blocks"),
+        ("codecs: {refresh: int4_blocks}", "'int4_blocks', but a file supports only lossless and int4_difference"),
         ("codecs: int8_blocks", "codecs must be a layerzero.Codecs or None, got 'int8_blocks'"),
         ("units: [A]\ntransformer_layers: [B]", "but they mean the same"),
         ("transformer_layers: Block", "must be a list of class names"),
         ("param_init_fn: my.function", "param_init_fn is 'my.function', but a file cannot contain functions"),
-        ("limit_all_gathers: false", "limit_all_gathers is false, but .*prefetch"),
+        ("limit_all_gathers: false", "limit_all_gathers is False, but .*prefetch"),
         ("backward_reduce_scatter: BACKWARD_POST", "backward_reduce_scatter is 'BACKWARD_POST', but .*BACKWARD_PRE"),
         (
             "forward_prefetch: false\nbackward_prefetch: BACKWARD_POST",

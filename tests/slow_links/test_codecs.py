@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,14 +358,3 @@ def test_what_is_no_codec_or_has_nothing_to_encode_is_refused(rank: int) -> None
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             shard(size=2, codecs=Codecs(gather=given), **settings)
-
-
-def test_a_file_names_the_one_that_is_here(tmp_path: Path) -> None:
-    path = tmp_path / "layerzero.yaml"
-    path.write_text("codecs: {gather: float8_rows}\n")
-    config = layerzero.LayerZeroConfig.from_yaml(path)
-    assert isinstance(config.codecs.gather, layerzero.Float8Rows)
-    assert copy.copy(config).arguments()["codecs"] is config.codecs
-    path.write_text("codecs: {gather: int4}\n")
-    with pytest.raises(ValueError, match=r"codecs\.gather is 'int4', but a file supports only float8_rows"):
-        layerzero.LayerZeroConfig.from_yaml(path)

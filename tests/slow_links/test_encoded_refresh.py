@@ -722,15 +722,3 @@ def test_devices_are_refused(rank: int) -> None:
         text = r"encodes weights on the CPU and sends them with gloo, but this model is on"
         with Device().installed(), pytest.raises(ValueError, match=text):
             layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, codecs=Codecs(refresh=codec))
-
-
-def test_a_file_names_the_codec(tmp_path: Path) -> None:
-    path = tmp_path / "layerzero.yaml"
-    for text, codec in (("lossless", "lossless"), ("int4_difference", INT4)):
-        path.write_text(f"codecs: {{refresh: {text}}}\n")
-        config = layerzero.LayerZeroConfig.from_yaml(path)
-        assert config.codecs.refresh == codec
-        assert layerzero.LayerZeroConfig(**config.arguments()) == config
-    path.write_text("codecs: {refresh: int4_blocks}\n")
-    with pytest.raises(ValueError, match=r"refresh='int4_blocks' is not supported"):
-        layerzero.LayerZeroConfig.from_yaml(path)

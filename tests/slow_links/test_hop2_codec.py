@@ -469,13 +469,3 @@ def test_settings_are_checked_and_one_replica_encodes_nothing(rank: int) -> None
     layerzero.shard_model(frozen, mesh=mesh_of(1), codecs=Codecs(hop2=INT4))  # gradients are in fp32
     # With one replica, nothing crosses nodes.
     assert not different(*(_train(_model(codec), rank) for codec in (None, INT8)))
-
-
-def test_a_file_names_the_codec(tmp_path: Path) -> None:
-    path = tmp_path / "layerzero.yaml"
-    for name, codec in (("int8_blocks", INT8), ("int4_blocks", INT4)):
-        path.write_text(f"codecs: {{hop2: {name}}}\n")
-        assert layerzero.LayerZeroConfig.from_yaml(path).codecs.hop2 == codec
-    path.write_text("codecs: {hop2: float8_rows}\n")
-    with pytest.raises(ValueError, match="'float8_rows', but a file supports only int8_blocks and int4_blocks"):
-        layerzero.LayerZeroConfig.from_yaml(path)
