@@ -17,7 +17,7 @@ def check_environment(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1.0)] = 60.0,
 ) -> None:
-    """Find problems in the environment before training: versions, variables, limits, packages, ranks and links.
+    """Find problems in the environment before training: versions, variables, memory, packages, ranks and links.
 
     Exit status: 0 if there is no problem, 1 if there is a problem, 2 for usage errors.
     """

@@ -1,15 +1,12 @@
-"""Check one machine: versions, devices, launcher, environment variables, limits and packages."""
+"""Check one machine: versions, devices, launcher, environment variables, shared memory and packages."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
-import resource
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +21,10 @@ __all__ = ["check_machine"]
 TESTED_PYTHON = ((3, 11), (3, 13))
 TESTED_TORCH = ((2, 11), (2, 14))
 _VERSIONS, _DEVICES, _LAUNCH = "Python and torch", "devices", "launch"
-_VARIABLES, _MEMORY, _PACKAGES = "environment variables", "memory and limits", "packages"
+_VARIABLES, _MEMORY, _PACKAGES = "environment variables", "memory", "packages"
 _SHM, _ADAPTERS = Path("/dev/shm"), Path("/sys/class/infiniband")
 _SMALL_SHM = 1_000_000_000  # NVIDIA's guide starts containers with --shm-size=1g
 _OURS = "torch-layerzero"
-_FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}  # extras
-_IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small packages that layerzero imports on demand
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "GLOO_", "CUDA_", "PYTORCH_")
 _OFF = {"", "0", "n", "no", "f", "false", "off"}
 
@@ -77,9 +72,8 @@ _OVERRIDES = {
 def check_machine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Run all checks of this module with the values of this machine."""
     kind = device_type()
-    world, local = (whole_number(environment, name) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    local = whole_number(environment, "LOCAL_WORLD_SIZE") or 1
     adapters = sorted(os.listdir(_ADAPTERS)) if _ADAPTERS.is_dir() else []
-    files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     has_nvidia = Path("/dev/nvidia0").exists()
     return [
@@ -90,11 +84,7 @@ def check_machine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         check_threads(torch.get_num_threads(), cores, local, kind),
         *check_variables(environment, kind, adapters=adapters),
         check_shared_memory(shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0, kind),
-        check_file_limit(files, world, local),
-        check_locked_memory(locked, adapters),
         *check_distributions(),
-        *check_extras(),
-        *check_imports(_IMPORTED),
     ]
 
 
@@ -218,38 +208,6 @@ def check_shared_memory(size: int, kind: str) -> Finding:
     return Finding(_MEMORY, "note" if kind == "cpu" else "problem", text, fix)
 
 
-def check_file_limit(limit: int, world: int, local: int) -> Finding:
-    """Compare the limit on file descriptors with the connections of gloo.
-
-    The default process group connects each rank with all others. Each sharded model has at least one gloo group along
-    each axis of its mesh.
-
-    Args:
-        limit: number of file descriptors that this process may open, or a negative number if there is no limit.
-        world, local: number of ranks, in total and on this node.
-    """
-    needed = world - 1 + local - 1 + -(-world // local) - 1
-    limit_text = "unlimited" if limit < 0 else f"{limit:,}"
-    text = f"limit of open files per process: {limit_text}; gloo needs {needed:,} for connections"
-    if 0 <= limit <= needed:
-        return Finding(_MEMORY, "problem", text, "Run ulimit -n 65536, or raise the limit of the job")
-    return Finding(_MEMORY, "ok", text)
-
-
-def check_locked_memory(limit: int, adapters: Sequence[str]) -> Finding:
-    """Check the limit on locked memory, which NCCL needs to register buffers with network adapters.
-
-    Args:
-        limit: number of bytes that this process may lock, or a negative number if there is no limit.
-        adapters: names of the machine's InfiniBand or RoCE adapters.
-    """
-    text = f"limit of locked memory per process: {'unlimited' if limit < 0 else f'{limit / 1e6:.3g} MB'}"
-    if adapters and limit >= 0:
-        fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
-        return Finding(_MEMORY, "problem", f"{text}, but NCCL locks memory for {', '.join(adapters)}", fix)
-    return Finding(_MEMORY, "ok", text)
-
-
 def check_distributions() -> list[Finding]:
     """Check which distributions provide the module ``layerzero``. PyPI has another project of this name."""
     version, package = layerzero.__version__, Path(layerzero.__file__).parent
@@ -268,42 +226,7 @@ def check_distributions() -> list[Finding]:
     return unique or [Finding(_PACKAGES, "ok", f"layerzero {version}, imported from {package}")]
 
 
-def check_extras() -> list[Finding]:
-    """Compare the installed packages of each extra of torch-layerzero with the version ranges in the metadata."""
-    try:
-        from packaging.requirements import Requirement  # noqa: PLC0415 - optional
-
-        own = metadata.distribution(_OURS)
-    except ModuleNotFoundError as error:
-        text = f"the versions of optional packages are not checked, because {error.name} is not installed"
-        return [Finding(_PACKAGES, "note", text)]
-    extras = set(own.metadata.get_all("Provides-Extra") or ()) - _FOR_DEVELOPERS
-    findings = []
-    for requirement in map(Requirement, own.requires or ()):
-        marker, name = requirement.marker, requirement.name
-        version = installed_versions([name]).get(name)
-        users = sorted(extra for extra in extras if marker is not None and marker.evaluate({"extra": extra}))
-        if version and users and not requirement.specifier.contains(version, True):
-            text = f"extra {', '.join(users)}: {name} {version} is installed, and {requirement.specifier} is supported"
-            fix = f"If you use this extra, run pip install '{name}{requirement.specifier}'"
-            findings.append(Finding(_PACKAGES, "note", text, fix))
-    return findings or [Finding(_PACKAGES, "ok", "optional packages have supported versions")]
-
-
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those distributions that are installed."""
     found = {name: next(iter(metadata.distributions(name=name)), None) for name in names}
     return {name: each.version for name, each in found.items() if each is not None}
-
-
-def check_imports(modules: Iterable[str]) -> list[Finding]:
-    """Import each module that is installed, to find packages that were built for another Python or numpy."""
-    findings = []
-    for name in modules:
-        try:
-            if find_spec(name) is not None:
-                importlib.import_module(name)
-        except Exception as error:
-            text = f"importing {name} failed with {type(error).__name__}: {error}"
-            findings.append(Finding(_PACKAGES, "problem", text, "Install the package again in this environment"))
-    return findings

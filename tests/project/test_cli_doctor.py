@@ -14,7 +14,7 @@ from layerzero.__main__ import main
 from tests.doctor.test_machine import install
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = ["Python and torch", "devices", "launch", "environment variables", "memory and limits", "packages"]
+GROUPS = ["Python and torch", "devices", "launch", "environment variables", "memory", "packages"]
 
 
 def run(folder: Path, *arguments: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
