@@ -15,7 +15,7 @@ values are wrong again after they were recomputed, their memory is probably defe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,22 +47,9 @@ class SilentDataCorruption(RuntimeError):
             refused step used wrong values. In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """
 
-    def __init__(
-        self, corruptions: tuple[Corruption, ...], *, recoverable: bool = False, again: bool = False, way_out: str = ""
-    ) -> None:
+    def __init__(self, message: str, corruptions: tuple[Corruption, ...] = (), *, recoverable: bool = False) -> None:
+        super().__init__(message)
         self.corruptions, self.recoverable = corruptions, recoverable
-        self._init_kwargs: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
-        details = "; ".join(map(str, corruptions))
-        text = f"layerzero: bits have changed without a write: {details}. "
-        if again:
-            text = (
-                "layerzero: bits are wrong again after they were recomputed, which suggests defective memory: "
-                f"{details}. "
-            )
-        super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
-
-    def __reduce__(self) -> Any:
-        return partial(SilentDataCorruption, **self._init_kwargs), (self.corruptions,)
 
 
 def guard_corruption(
@@ -122,11 +109,6 @@ def _gradient_record(gradient: Tensor) -> _TensorRecord:
     write_count = local.tracker.write_count if isinstance(local, LocalShard) and local.tracker is not None else 0
     tensor = local_rows(gradient)
     return _TensorRecord(tensor.data_ptr(), 0, write_count, sum64(tensor))
-
-
-def _register_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register a hook that is called when the final gradient of a parameter is set; return the hook's handle."""
-    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _location(corruption: Corruption) -> tuple[str, tuple[int, ...], str]:
@@ -204,7 +186,8 @@ class CorruptionGuard:
         """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
         for name, member in self._lz_state.members.items():
             if member.sharded.requires_grad and name not in self._hooked_names:
-                self._hooks.append(_register_grad_hook(member.sharded, self._gradient_hook(name)))
+                register: Any = member.sharded.register_post_accumulate_grad_hook  # called when the gradient is final
+                self._hooks.append(register(partial(self._record_gradient, name)))
                 self._hooked_names.add(name)
 
     @property
@@ -212,12 +195,9 @@ class CorruptionGuard:
         """True if the next step is checked."""
         return (self._steps + 1) % self._every == 0
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def record_gradient(parameter: Tensor) -> None:
-            if self._is_due and parameter.grad is not None:
-                self._recorded["gradient", name] = _gradient_record(parameter.grad)
-
-        return record_gradient
+    def _record_gradient(self, name: str, parameter: Tensor) -> None:
+        if self._is_due and parameter.grad is not None:
+            self._recorded["gradient", name] = _gradient_record(parameter.grad)
 
     def _before_step(self, *_: object) -> None:
         if self._is_due:
@@ -237,28 +217,30 @@ class CorruptionGuard:
         masters_unchanged = {
             name: is_unchanged for (kind, name), is_unchanged in unchanged.items() if kind == "masters"
         }
-        corruptions = compare_copies(self._lz_state, self._list_corruptions(unchanged), masters_unchanged).corruptions
+        own = [self._corruption(*key) for key, is_unchanged in unchanged.items() if not is_unchanged]
+        corruptions = compare_copies(self._lz_state, own, masters_unchanged).corruptions
         self.found += corruptions
         if not corruptions:
             return None
-        if not self._raises:
-            return SilentDataCorruption(corruptions, way_out=_LOGGED)
         is_repeated = any(_location(corruption) in self._recomputed for corruption in corruptions)
+        problem = "bits have changed without a write"
+        if is_repeated:
+            problem = "bits are wrong again after they were recomputed, which suggests defective memory"
         # Steps refresh only handles that they may update. Other weights may have been wrong before the last step.
         never_updated = {handle.name for handle in self._lz_state.handles if not handle.may_be_updated}
-        if self._every > 1 and any(
-            corruption.kind == "compute weights" and corruption.handle in never_updated for corruption in corruptions
-        ):
+        recoverable = False
+        if not self._raises:
+            advice = _LOGGED
+        elif self._every > 1 and any(e.kind == "compute weights" and e.handle in never_updated for e in corruptions):
             advice = (
                 f"Steps do not write these weights, so they may have been wrong for {self._every} steps. Load an "
                 "earlier checkpoint, and check the memory of that machine"
             )
-            return SilentDataCorruption(corruptions, way_out=advice)
-        return SilentDataCorruption(
-            corruptions,
-            recoverable=not is_repeated and all(e.kind in _MADE_ANEW for e in corruptions),
-            again=is_repeated,
-        )
+        else:
+            recoverable = not is_repeated and all(e.kind in _MADE_ANEW for e in corruptions)
+            advice = _REPEAT if recoverable else _LOAD
+        message = f"layerzero: {problem}: {'; '.join(map(str, corruptions))}. {advice}"
+        return SilentDataCorruption(message, corruptions, recoverable=recoverable)
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
@@ -305,17 +287,11 @@ class CorruptionGuard:
             for key, is_different in zip(unwritten, differs, strict=True)
         }
 
-    def _list_corruptions(self, unchanged: Mapping[tuple[str, str], bool]) -> list[Corruption]:
-        """Return one corruption for each tensor whose bits have changed without a write."""
-        corruptions = []
-        for (kind, name), is_unchanged in unchanged.items():
-            if not is_unchanged:
-                handle = self._handle_of.get(name)
-                detail = "the sum of its bits has changed without a write"
-                corruptions.append(
-                    Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, detail)
-                )
-        return corruptions
+    def _corruption(self, kind: str, name: str) -> Corruption:
+        """Return the corruption of a tensor of this rank whose bits have changed without a write."""
+        handle = self._handle_of.get(name)
+        detail = "the sum of its bits has changed without a write"
+        return Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, detail)
 
     def _final_gradient(self, name: str) -> Tensor | None:
         """Return the final gradient of a parameter.

@@ -17,9 +17,11 @@ The comparison uses 64-bit sums. Only shards whose sums differ are gathered and 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from layerzero.extend import (
     Collective,
     Extent,
+    FlatLayout,
     Handle,
     LayerZeroState,
     MeshInfo,
@@ -222,16 +225,17 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
     states = own_states.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
         all_gather(mesh_info.replica_comm, Collective.METADATA, states.view(-1), own_states, name=handle.label).wait()
-    state_lists = states.tolist()
     differs = (copies != copies[0]).any(dim=0)
     if master_bits is not None:
         differs |= copies[0] != master_bits
-    positions = differs.nonzero().view(-1).tolist()
-    owner_of = _PositionLookup(handle, mesh_info)
+    positions, state_lists = differs.nonzero().view(-1).tolist(), states.tolist()
+    ends_of_parts = list(accumulate(parts or (handle.layout.shard_numel,) * replicas))
+    start = mesh_info.grid.range_of(handle.layout, Extent.ZERO3).start
     elements: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
     for position in positions[: 64 * _SHOWN]:
         values = copies[:, position].tolist()
-        (parameter, element), owner = owner_of.parameter(position), owner_of.replica(position)
+        parameter, element = _parameter_at(handle.layout, start + position)
+        owner = bisect_right(ends_of_parts, position)  # replica that has the master of the element
         state = state_lists[owner][names[parameter]] if parameter in names else _SOUND
         kind, wrong_replicas = _kind_and_replicas(
             values,
@@ -252,6 +256,15 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
         )
         for (kind, ranks, parameter), element_list in elements.items()
     ]
+
+
+def _parameter_at(layout: FlatLayout, flat: int) -> tuple[str, int]:
+    """Return the parameter that contains the element at the flat position `flat`, and its flat index in the parameter.
+
+    If the element is padding, return ``"padding"`` and `flat`.
+    """
+    slot = next((slot for slot in layout.slots if slot.offset <= flat < slot.end), None)
+    return ("padding", flat) if slot is None else (slot.name, flat - slot.offset)
 
 
 def _kind_and_replicas(
@@ -298,27 +311,3 @@ def _describe_difference(kind: str, has_truth: bool, *, is_known: bool) -> str:
 def _format_elements(elements: Sequence[int]) -> str:
     more = f" and {len(elements) - _SHOWN} more" if len(elements) > _SHOWN else ""
     return f"element{'s' * (len(elements) > 1)} {', '.join(map(str, elements[:_SHOWN]))}{more}"
-
-
-class _PositionLookup:
-    """Map from positions in this rank's ZeRO-3 shard of a handle to the replica and the parameter at each position."""
-
-    def __init__(self, handle: Handle, mesh_info: MeshInfo) -> None:
-        self._layout = handle.layout
-        self._start = mesh_info.grid.range_of(handle.layout, Extent.ZERO3).start
-        self._first = mesh_info.grid.zero3_rank * mesh_info.replicas
-        self._replicas = mesh_info.replicas
-
-    def replica(self, place: int) -> int:
-        """Return the replica that has the master of the element at the position `place` in the shard."""
-        flat = self._start + place
-        return next(r for r in range(self._replicas) if flat in self._layout.shard_range(self._first + r))
-
-    def parameter(self, place: int) -> tuple[str, int]:
-        """Return the parameter that contains the element at `place`, and the element's flat index in the parameter.
-
-        If the element is padding, return ``"padding"`` and the element's index in the handle's flat buffer.
-        """
-        flat = self._start + place
-        slot = next((slot for slot in self._layout.slots if slot.offset <= flat < slot.end), None)
-        return ("padding", flat) if slot is None else (slot.name, flat - slot.offset)
