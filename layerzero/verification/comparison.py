@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerzero.extend import table
+
 __all__ = ["Comparison", "ParameterDifference", "StepRecord", "VerifyReport"]
 
 FLOOR = 1e-2
@@ -106,7 +108,7 @@ class VerifyReport:
             f"unsharded and sharded training: {self.world_size} ranks; zero3_size {sizes}; {self.steps} steps of "
             f"{self.micro_batches} micro-batches",
             "",
-            *_table(self.rows[:_SHOWN]),
+            _table(self.rows[:_SHOWN]),
         ]
         if len(self.rows) > _SHOWN:
             lines.append(f"and {len(self.rows) - _SHOWN} more rows with smaller differences")
@@ -236,7 +238,7 @@ def _relative_distance(distance: float, scale: float) -> float:
     return distance / scale if scale else math.inf
 
 
-def _table(rows: Sequence[ParameterDifference]) -> list[str]:
+def _table(rows: Sequence[ParameterDifference]) -> str:
     header = ["parameter", "S", "precision", "gradient", "in step", "weight", "after step", "tolerance", ""]
     cells = [
         [
@@ -252,8 +254,4 @@ def _table(rows: Sequence[ParameterDifference]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in [header, *cells]) for column in range(len(header))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [header, *cells]
-    ]
+    return table(header, cells, left=len(header))

@@ -43,15 +43,6 @@ _REFUSED = {
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }
 
-_DTYPES = (
-    "param_dtype",
-    "reduce_dtype",
-    "output_dtype",
-    "replica_reduce_dtype",
-    "buffer_dtype",
-    "accumulation_dtype",
-)  # fields of mp_policy that may lower the precision
-
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return SGD with momentum. Adam is unsuitable, because it normalizes gradients and thus hides a wrong scale."""
@@ -166,19 +157,18 @@ def verify(
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     own_ranks = dist.is_initialized()
     world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
-    run_arguments = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
-    arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
-    if not own_ranks:
-        arguments["zero3_sizes"] = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
-        report: VerifyReport = run_on_local_ranks(_verify_locally, arguments, world_size=world, timeout=timeout)
-        return report
-    if world != dist.get_world_size():
+    if own_ranks and world != dist.get_world_size():
         raise ValueError(
             f"world_size={world_size}, but torch.distributed is initialized with {dist.get_world_size()} ranks. Leave "
             "world_size out"
         )
-    arguments["zero3_sizes"] = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
-    return _verify(arguments, device_type=default_device_type(), rank=dist.get_rank())
+    sizes = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
+    run_arguments = {"steps": steps, "micro_batches": micro_batches, "seed": seed, "zero3_sizes": sizes}
+    arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
+    if own_ranks:
+        return _verify(dist.get_rank(), arguments, device_type=default_device_type())
+    report: VerifyReport = run_on_local_ranks(_verify, arguments, world_size=world, timeout=timeout)
+    return report
 
 
 def check_arguments(
@@ -196,11 +186,7 @@ def check_arguments(
     for name, value in settings.items():
         if name in _REFUSED:
             raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
-        if (
-            name == "codecs"
-            and isinstance(value, Codecs)
-            and (value.gather or value.hop2 or not isinstance(value.refresh, str | None))
-        ):
+        if isinstance(value, Codecs) and (value.gather or value.hop2 or not isinstance(value.refresh, str | None)):
             raise TypeError(
                 f"verify supports only Codecs(refresh='lossless'), got {value!r}: the unsharded run uses "
                 "exact weights and gradients, and decoded ones would differ by their rounding"
@@ -236,11 +222,7 @@ def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: An
     return sizes
 
 
-def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
-    return _verify(arguments, device_type="cpu", rank=rank)
-
-
-def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
+def _verify(rank: int, arguments: Mapping[str, Any], *, device_type: str = "cpu") -> VerifyReport:
     """Run the comparison on this rank.
 
     All ranks must call this function, and the default process group must be initialized.
@@ -300,25 +282,13 @@ def _create_trials(
     model's precision.
     """
     policy = PrecisionPolicy.of(settings.get("mp_policy"))
-    dtypes_of_settings = (getattr(policy, name) for name in _DTYPES)
     as_built = _coarsest(dtypes)
-    lowest = _coarsest([*dtypes, *filter(None, dtypes_of_settings)])
-    trials = []
-    for size in sizes:
-        if _epsilon(lowest) > _epsilon(as_built):
-            strict = {
-                **settings,
-                "mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation),
-                "codecs": None,
-            }
-            trials.append(_create_trial(size, as_built, None, strict))
-        trials.append(_create_trial(size, lowest, tolerance, settings))
-    return trials
-
-
-def _create_trial(size: int, dtype: torch.dtype, tolerance: float | None, settings: Mapping[str, Any]) -> _Trial:
-    name = str(dtype).removeprefix("torch.")
-    return _Trial(size, name, _default_tolerance(dtype) if tolerance is None else tolerance, settings)
+    lowest = _coarsest([*dtypes, *(each for each in vars(policy).values() if isinstance(each, torch.dtype))])
+    runs = [(lowest, tolerance or _default_tolerance(lowest), settings)]
+    if _epsilon(lowest) > _epsilon(as_built):
+        exact = {"mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation), "codecs": None}
+        runs.insert(0, (as_built, _default_tolerance(as_built), {**settings, **exact}))
+    return [_Trial(size, str(dtype).removeprefix("torch."), *rest) for size in sizes for dtype, *rest in runs]
 
 
 def _default_tolerance(dtype: torch.dtype) -> float:
