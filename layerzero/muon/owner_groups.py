@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from layerzero.extend import Communicator, MeshInfo, ModelParallelSpec
-from layerzero.muon.owner_layout import JoinAxis
 
-__all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across", "sharded_axes"]
+__all__ = ["OwnerGroup", "axis_to_join", "owner_group_across", "owner_group_of", "positions_across", "sharded_axes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ def sharded_axes(model_parallel: ModelParallelSpec | None, *, joined: int | None
     return {axis: dim for axis, dim in dims.items() if dim is not None}
 
 
-def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
+def axis_to_join(name: str, model_parallel: ModelParallelSpec, *, matrices_separately: bool) -> int | None:
     """Return the model-parallel axis along which a parameter's parts must be joined, or None if no axis is needed.
 
     Args:
@@ -94,8 +93,6 @@ def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_s
     Raises:
         ValueError: parts would have to be joined along several axes.
     """
-    if model_parallel is None:
-        return None
     cut = sharded_axes(model_parallel)
     if matrices_separately and len(model_parallel.shape) > 2:
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
@@ -104,6 +101,4 @@ def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_s
             f"the optimizer needs full parameters, but {name!r} is sharded along {len(cut)} model-parallel axes, and "
             "layerzero can join its parts along only one. Use an element-wise optimizer for it"
         )
-    return next(
-        (JoinAxis(axis, model_parallel.mesh.size(axis), model_parallel.joined_shape(axis)) for axis in cut), None
-    )
+    return next(iter(cut), None)

@@ -20,8 +20,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -35,9 +34,11 @@ from layerzero.extend import (
     Collective,
     FullParam,
     ManagedParam,
+    MeshInfo,
     ModelRanks,
     RowShardSpec,
     Size,
+    StepObserver,
     all_reduce_over,
     all_to_all,
     has_peers,
@@ -46,7 +47,23 @@ from layerzero.muon.owner_groups import OwnerGroup, sharded_axes
 from layerzero.muon.owner_layout import ParamOwner, update_cost
 from layerzero.muon.split_step import Turn, step_param_by_param
 
-__all__ = ["OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
+__all__ = ["GroupKey", "ModelOwners", "OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
+
+
+GroupKey = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
+
+
+@dataclass(eq=False)
+class ModelOwners(StepObserver):
+    """Owners of a model's parameters. A parameter has an owner if any optimizer of the model needs it in full.
+
+    Attributes:
+        owners: owners, by parameter name.
+        groups: owner groups, by mesh and by the axis along which parts are joined.
+    """
+
+    owners: dict[str, ParamOwner] = field(default_factory=dict)
+    groups: dict[GroupKey, OwnerGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +71,17 @@ class OwnedParam(FullParam):
     """Parameter that one rank, its owner, updates in full."""
 
     member: ManagedParam
-    owner: ParamOwner
-    group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
+    model_owners: ModelOwners
+
+    @property
+    def owner(self) -> ParamOwner:
+        return self.model_owners.owners[self.member.name]
+
+    @property
+    def group_of_ranks(self) -> OwnerGroup:
+        """This rank's owner group, which assembles the parameter if `is_in_owner_group`."""
+        return self.model_owners.groups[self.member.spec.mesh_info, self.owner.axis]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -82,7 +107,7 @@ class OwnedParam(FullParam):
         """Sort key that orders parameters by decreasing update cost, then by name."""
         return -update_cost(self.shape), self.member.name
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full parameter on the owner."""
         model_parallel, axis = self.member.spec.model_parallel, self.owner.axis

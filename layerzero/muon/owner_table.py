@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from layerzero.extend import (
     Handle,
     LayerZeroState,
     ManagedParam,
-    MeshInfo,
-    StepObserver,
     UpdateRule,
     connect_pairs,
     group_count_fields,
@@ -25,8 +22,7 @@ from layerzero.extend import (
     steps_matrices_separately,
 )
 from layerzero.muon.owner_groups import (
-    OwnerGroup,
-    join_axis,
+    axis_to_join,
     owner_group_across,
     owner_group_of,
     positions_across,
@@ -34,25 +30,10 @@ from layerzero.muon.owner_groups import (
 )
 from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.muon.owner_state import add_remote_owner_state
-from layerzero.muon.owner_step import OwnedParam, peak_buffer_counts, step_with_owners
+from layerzero.muon.owner_step import GroupKey, ModelOwners, OwnedParam, peak_buffer_counts, step_with_owners
 from layerzero.muon.split_step import step_param_by_param
 
-__all__ = ["ModelOwners", "OwnerTable", "owners_of", "step_param_by_param"]
-
-_Key = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
-
-
-@dataclass(eq=False)
-class ModelOwners(StepObserver):
-    """Owners of a model's parameters. A parameter has an owner if any optimizer of the model needs it in full.
-
-    Attributes:
-        owners: owners, by parameter name.
-        groups: owner groups, by mesh and by the axis along which parts are joined.
-    """
-
-    owners: dict[str, ParamOwner] = field(default_factory=dict)
-    groups: dict[_Key, OwnerGroup] = field(default_factory=dict)
+__all__ = ["OwnerTable", "owners_of", "step_param_by_param"]
 
 
 def owners_of(lz_state: LayerZeroState) -> ModelOwners:
@@ -102,9 +83,7 @@ class OwnerTable(UpdateRule):
             return
         self._assign_owners([member for member in members if member.name not in self._examined])
         for member in members:
-            owner = self._model_owners.owners[member.name]
-            owner_group = self._model_owners.groups[member.spec.mesh_info, owner.axis]
-            self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group)
+            self.owned[id(member.sharded)] = OwnedParam(member, group, self._model_owners)
         self._reserve_buffers()
 
     def _assign_owners(self, members: Sequence[ManagedParam]) -> None:
@@ -113,12 +92,6 @@ class OwnerTable(UpdateRule):
         self._examined |= {member.name for member in members}
 
     def layout_changed(self) -> None:
-        """Update owners and owner groups after the layout has changed."""
-        owners, owner_groups = self._model_owners.owners, self._model_owners.groups
-        for key, param in self.owned.items():
-            owner = owners[param.member.name]
-            owner_group = owner_groups[param.member.spec.mesh_info, owner.axis]
-            self.owned[key] = replace(param, owner=owner, group_of_ranks=owner_group)
         self._reserve_buffers()
 
     def _reserve_buffers(self) -> None:
@@ -163,23 +136,23 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     """
     table = owners_of(lz_state)
     names = {*table.owners, *(member.name for member in members)}
-    axis_of = {name: owner.axis for name, owner in table.owners.items()}
+    # Model-parallel axis along which a parameter's parts are joined, by name, for parameters with such an axis.
+    before = {name: owner.axis for name, owner in table.owners.items() if owner.axis is not None}
     # Parameters that are sharded along a model-parallel axis along which their parts are not joined.
-    to_ask = [each for each in members if sharded_axes(each.spec.model_parallel, joined=axis_of.get(each.name))]
+    to_ask = [each for each in members if sharded_axes(each.spec.model_parallel, joined=before.get(each.name))]
     if names == set(table.owners) and not to_ask:
         return
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
     moved_handles: list[Handle] = []
-    join_axes: dict[str, JoinAxis] = {}
-    new_owner_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
+    axes: dict[str, int] = {}
+    new_owner_groups: dict[GroupKey, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
-        before = _join_axes(lz_state)
-        join_axes = before | _requested_join_axes(to_ask, optimizer, lz_state.mesh_info.device)
-        changes = names != set(table.owners) or join_axes != before
+        axes = before | _requested_axes(to_ask, optimizer, lz_state.mesh_info.device)
+        changes = names != set(table.owners) or axes != before
         if changes:
-            plan, owners = _plan_layouts(lz_state, names, join_axes)
+            plan, owners = _plan_layouts(lz_state, names, axes)
             moved_handles = [handle for handle in lz_state.handles if handle.layout != plan[handle]]
             lz_state.scheduler.recover_interrupted_pass()
             lz_state.gradients.apply_user_grads()
@@ -187,10 +160,9 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
         new_owner_groups = _new_owner_groups(lz_state, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
-    described_axes = sorted((name, joined.axis, joined.size) for name, joined in join_axes.items())
     require_equal(
         "parameters that an optimizer needs in full",
-        {"names": sorted(names), "joined along model-parallel axes": described_axes},
+        {"names": sorted(names), "joined along model-parallel axes": sorted(axes.items())},
         ranks=lz_state.ranks.ranks,
         groups=group_count_fields(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
         failure=failure,
@@ -216,17 +188,20 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
 
 
 def _plan_layouts(
-    lz_state: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
+    lz_state: LayerZeroState, names: Collection[str], axes: Mapping[str, int]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
     """Return the new layouts of all handles, and the owners by parameter name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
+    join_axes: dict[str, JoinAxis] = {}
+    for name, axis in axes.items():
+        model_parallel = lz_state.members[name].spec.model_parallel
+        assert model_parallel is not None
+        join_axes[name] = JoinAxis(axis, model_parallel.mesh.size(axis), model_parallel.joined_shape(axis))
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in lz_state.handles):
         handles = [handle for handle in lz_state.handles if handle.mesh_info is mesh_info]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
-        _require_equal_parts(
-            [handle for handle, owned_names in zip(handles, owned, strict=True) if owned_names], join_axes
-        )
+        _require_equal_parts([handle for handle, owned_names in zip(handles, owned, strict=True) if owned_names], axes)
         cuts = plan_owners(
             [handle.layout for handle in handles],
             owned,
@@ -239,60 +214,38 @@ def _plan_layouts(
     return plan, owners
 
 
-def _join_axes(lz_state: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which each owned parameter's parts are joined, by parameter name.
-
-    Parameters without such an axis are omitted.
-    """
-    join_axes: dict[str, JoinAxis] = {}
-    for name, owner in owners_of(lz_state).owners.items():
-        model_parallel = lz_state.members[name].spec.model_parallel
-        if model_parallel is not None and owner.axis is not None:
-            join_axes[name] = JoinAxis(
-                owner.axis, model_parallel.mesh.size(owner.axis), model_parallel.joined_shape(owner.axis)
-            )
-    return join_axes
-
-
-def _requested_join_axes(
-    members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
-) -> dict[str, JoinAxis]:
+def _requested_axes(members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device) -> dict[str, int]:
     """Return the model-parallel axis along which `optimizer` needs each parameter's parts joined, by parameter name.
 
     Parameters whose parts need not be joined are omitted.
     """
-    join_axes: dict[str, JoinAxis] = {}
-    separate_by_dims: dict[
-        int, bool
-    ] = {}  # by number of dims: whether the optimizer updates each matrix in a stack separately
+    axes: dict[str, int] = {}
+    separate_by_dims: dict[int, bool] = {}  # whether the optimizer updates each matrix in a stack separately
     for member in members:
         model_parallel = member.spec.model_parallel
         assert model_parallel is not None
         dims = len(model_parallel.shape)
         if dims > 2 and dims not in separate_by_dims:
             separate_by_dims[dims] = steps_matrices_separately(optimizer, device, dims)
-        requested = join_axis(member.name, model_parallel, matrices_separately=separate_by_dims.get(dims, False))
+        requested = axis_to_join(member.name, model_parallel, matrices_separately=separate_by_dims.get(dims, False))
         if requested is not None:
-            join_axes[member.name] = requested
-    return join_axes
+            axes[member.name] = requested
+    return axes
 
 
 def _new_owner_groups(
     lz_state: LayerZeroState, owners: Mapping[str, ParamOwner]
-) -> dict[_Key, dict[int, tuple[int, int]]]:
+) -> dict[GroupKey, dict[int, tuple[int, int]]]:
     """Return the owner groups that `owners` need and that do not exist yet. The order is the same on all ranks.
 
     Returns:
         For each new owner group, a dict from global rank to position, as in :func:`positions_across`. The dict is empty
         if the group is a ZeRO-3 group.
     """
-    new_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
+    new_groups: dict[GroupKey, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
-        mesh_info, model_parallel, axis = (
-            lz_state.members[name].spec.mesh_info,
-            lz_state.members[name].spec.model_parallel,
-            owner.axis,
-        )
+        spec, axis = lz_state.members[name].spec, owner.axis
+        mesh_info, model_parallel = spec.mesh_info, spec.model_parallel
         if (mesh_info, axis) not in {*owners_of(lz_state).groups, *new_groups}:
             new_groups[mesh_info, axis] = (
                 {} if model_parallel is None or axis is None else positions_across(mesh_info, model_parallel, axis)
@@ -300,13 +253,13 @@ def _new_owner_groups(
     return new_groups
 
 
-def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, JoinAxis]) -> None:
+def _require_equal_parts(handles: Iterable[Handle], axes_of: Mapping[str, int]) -> None:
     """Raise ValueError if parameters are sharded unevenly along an axis along which parts are joined.
 
     Ranks along such an axis must have equal layouts.
     """
     members = [member for handle in handles for member in handle.members]
-    axes = {joined.axis: member.name for member in members if (joined := join_axes.get(member.name)) is not None}
+    axes = {axes_of[member.name]: member.name for member in members if member.name in axes_of}
     for member in members:
         model_parallel = member.spec.model_parallel
         for axis, name in axes.items() if model_parallel is not None else ():
