@@ -37,10 +37,10 @@ from tests.support.ranks import (
     on_ranks,
     run_ranks,
 )
+from tests.support.refreshes import BF16
 from tests.support.wrapped_gloo import mesh_on
 
 INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MODES = ("sharded", "full", "local")
 
 

@@ -19,20 +19,20 @@ WIDTH = 40
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = 61, *, bias: bool = False) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 61), nn.Linear(61, WIDTH, bias=False)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = 61, *, outputs: int = 7, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 7)
+        self.layers = nn.ModuleList(Layer(width, inner, bias=bias) for _ in range(3))
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
