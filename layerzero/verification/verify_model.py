@@ -284,11 +284,13 @@ def _create_trials(
     policy = PrecisionPolicy.of(settings.get("mp_policy"))
     as_built = _coarsest(dtypes)
     lowest = _coarsest([*dtypes, *(each for each in vars(policy).values() if isinstance(each, torch.dtype))])
+    runs: list[tuple[torch.dtype, float, Mapping[str, Any]]]
     runs = [(lowest, tolerance or _default_tolerance(lowest), settings)]
     if _epsilon(lowest) > _epsilon(as_built):
         exact = {"mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation), "codecs": None}
         runs.insert(0, (as_built, _default_tolerance(as_built), {**settings, **exact}))
-    return [_Trial(size, str(dtype).removeprefix("torch."), *rest) for size in sizes for dtype, *rest in runs]
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype, *_ in runs}
+    return [_Trial(size, names[dtype], largest, given) for size in sizes for dtype, largest, given in runs]
 
 
 def _default_tolerance(dtype: torch.dtype) -> float:
