@@ -21,6 +21,7 @@ __all__ = [
     "UNSUPPORTED",
     "Codecs",
     "LayerZeroConfig",
+    "ModuleEntry",
     "Offload",
     "Precision",
     "PrecisionPolicy",
@@ -39,7 +40,8 @@ AUTO = "auto"  # value of `units` that selects the blocks that the model declare
 UNSUPPORTED = "unsupported"  # value of `ignored_params` that selects frozen parameters that cannot be sharded
 
 # Callable[..., bool] is an FSDP1 policy. A list inside the iterable is one unit of several modules.
-_UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
+ModuleEntry = type[nn.Module] | str | nn.Module
+_UnitEntry = ModuleEntry | Iterable[ModuleEntry]
 Units = _UnitEntry | Callable[[str, nn.Module], bool | str] | Callable[..., bool] | Iterable[_UnitEntry] | None
 Accumulation = str | Callable[[str, nn.Module], str]
 Policy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy]
@@ -327,7 +329,7 @@ class LayerZeroConfig:
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     shared_memory: str = "auto"
-    ignored_modules: Iterable[nn.Module | str] | None = None
+    ignored_modules: Iterable[ModuleEntry] | None = None
     sync_module_states: bool = True
 
     @classmethod
@@ -372,17 +374,15 @@ class LayerZeroConfig:
         if self.zero3_size is not None and self.zero3_size < 1:
             raise ValueError(f"zero3_size={self.zero3_size} is not positive. Use the number of ranks of a node")
         if not callable(self.mp_policy):
-            object.__setattr__(self, "mp_policy", _as_policy(self.mp_policy, "mp_policy"))
+            policy = _as_policy(self.mp_policy, "mp_policy")
+            object.__setattr__(self, "mp_policy", policy)
+            self._check_accumulation_dtype(policy)
         object.__setattr__(self, "offload", Offload.of(self.offload))
         object.__setattr__(self, "codecs", Codecs() if self.codecs is None else self.codecs)
         if not isinstance(self.codecs, Codecs):
             raise TypeError(f"codecs must be a layerzero.Codecs or None, got {self.codecs!r}")
-        if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
-            raise ValueError(
-                f"accumulation={self.accumulation!r} is not supported. Use one of {ACCUMULATIONS} or a callable"
-            )
-        if isinstance(self.mp_policy, PrecisionPolicy):
-            self._check_accumulation_dtype(self.mp_policy)
+        if not callable(self.accumulation):
+            _check_accumulation(self.accumulation, "accumulation")
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
         _check_bools(self, ("sync_module_states",))
@@ -409,15 +409,17 @@ class LayerZeroConfig:
                 divide `zero3_size`.
         """
         policy = _with_fields_of_root(self._policy_of(name, module) if name else root, root, name)
-        accumulation = self.accumulation
-        if callable(accumulation):
-            accumulation = accumulation(name, module)
-            if accumulation not in ACCUMULATIONS:
-                raise ValueError(
-                    f"accumulation({name!r}, module) returned {accumulation!r}. Return one of {ACCUMULATIONS}"
-                )
         self._check_accumulation_dtype(policy)
+        accumulation, label = self._chosen("accumulation", name, module)
+        _check_accumulation(accumulation, label)
         return UnitSettings(policy, accumulation, self._reshards(name, module, zero3_size))
+
+    def _chosen(self, setting: str, name: str, module: nn.Module) -> tuple[Any, str]:
+        """Return the value of a setting for a unit, and a label for error messages about it."""
+        value = getattr(self, setting)
+        if callable(value):
+            return value(name, module), f"the result of {setting}({name!r}, module)"
+        return value, setting
 
     def _check_accumulation_dtype(self, policy: PrecisionPolicy) -> None:
         if policy.accumulation_dtype is not None and self.accumulation == "local":
@@ -428,19 +430,14 @@ class LayerZeroConfig:
             )
 
     def _policy_of(self, name: str, module: nn.Module) -> PrecisionPolicy:
-        if not callable(self.mp_policy):
-            return PrecisionPolicy.of(self.mp_policy)
-        return _as_policy(self.mp_policy(name, module), f"the result of mp_policy({name!r}, module)")
+        return _as_policy(*self._chosen("mp_policy", name, module))
 
     def _reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
-        chosen, label = self.reshard_after_forward, "reshard_after_forward"
-        if callable(chosen):
-            chosen, label = chosen(name, module), f"the result of reshard_after_forward({name!r}, module)"
-            _check_reshards(chosen, label)
-        if isinstance(chosen, bool):
-            return chosen
-        if zero3_size == 1:  # there are no gathers, so any int is accepted
-            return True
+        chosen: bool | int
+        chosen, label = self._chosen("reshard_after_forward", name, module)
+        _check_reshards(chosen, label)
+        if isinstance(chosen, bool) or zero3_size == 1:  # without gathers, any int is accepted
+            return bool(chosen)
         if zero3_size % chosen:
             divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
             raise ValueError(
@@ -454,25 +451,21 @@ class LayerZeroConfig:
 
         :meth:`comparable_settings_of_unit` returns the settings that may differ between units.
         """
-        policy, refresh, offload = self.mp_policy, self.codecs.refresh, self.offload
-        compression = addon("slow_links").LosslessDifferences.best().compression if isinstance(refresh, str) else None
-        policy_fields = (
-            {} if callable(policy) else {each.name: str(getattr(policy, each.name)) for each in fields(policy)}
-        )
-        reshards = self.reshard_after_forward
-        return {
-            **{f"mp_policy.{name}": value for name, value in policy_fields.items()},
-            **{f"offload.{each.name}": getattr(offload, each.name) for each in fields(offload)},
-            "codecs.gather": codec_text(self.codecs.gather),
-            "codecs.hop2": codec_text(self.codecs.hop2),
-            "codecs.refresh": refresh if isinstance(refresh, str) else codec_text(refresh),
-            "compression that codecs.refresh uses": compression,
-            "reshard_after_forward": "a callable" if callable(reshards) else reshards,
-            "zero3_size": self.zero3_size,
-            "prefetch": self.prefetch,
-            "shared_memory": self.shared_memory,
-            "sync_module_states": self.sync_module_states,
+        refresh, reshards = self.codecs.refresh, self.reshard_after_forward
+        policies = {"mp_policy": self.mp_policy, "offload": self.offload, "codecs": self.codecs}
+        compared: dict[str, object] = {
+            f"{name}.{each.name}": _comparable(getattr(policy, each.name))
+            for name, policy in policies.items()
+            if is_dataclass(policy)  # a callable is called for each unit
+            for each in fields(policy)
         }
+        if isinstance(refresh, str):
+            compared["compression that codecs.refresh uses"] = (
+                addon("slow_links").LosslessDifferences.best().compression
+            )
+        names = ("zero3_size", "prefetch", "shared_memory", "sync_module_states")
+        compared |= {name: getattr(self, name) for name in names}
+        return compared | {"reshard_after_forward": "a callable" if callable(reshards) else reshards}
 
     def comparable_settings_of_unit(self, chosen: UnitSettings) -> dict[str, object]:
         """Return the settings of a unit that must be the same on all ranks, keyed by name."""
@@ -494,6 +487,17 @@ def codec_text(codec: object | None) -> str | None:
     values: dict[str, Any] = {f.name: getattr(codec, f.name) for f in fields(codec)} if is_dataclass(codec) else {}
     settings = [f"{name}={v!r}" for name, v in values.items() if isinstance(v, (int, float, str, torch.dtype))]
     return f"{type(codec).__module__}.{type(codec).__qualname__}({', '.join(settings)})"
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, str)) else codec_text(value)
+
+
+def _check_accumulation(value: object, label: str) -> None:
+    if value not in ACCUMULATIONS:
+        raise ValueError(f"{label}={value!r} is not supported. Use one of {ACCUMULATIONS} or a callable")
 
 
 def _as_policy(policy: object, label: str) -> PrecisionPolicy:

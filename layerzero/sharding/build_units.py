@@ -43,7 +43,6 @@ __all__ = [
     "check_codecs",
     "check_meta_init",
     "check_offload",
-    "check_refresh_backend",
     "parts_to_compare",
     "plan_handles",
     "require_broadcastable_buffers",
@@ -132,17 +131,21 @@ def require_broadcastable_buffers(plans: Sequence[UnitDefinition]) -> None:
 
 def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
     """Raise ValueError if parameters are offloaded and the class of a parameter has an all-gather extension."""
-    for info in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
-        if config.offload.params:
-            raise ValueError(
-                f"Offload(params=True) is not supported for parameter {info.name!r}: the all-gather extension of its "
-                f"class {type(info.parameter).__name__} reads its shard on the device. Leave params out. Offloads of "
-                "grads and optimizer are supported"
-            )
+    extended = [info for plan in plans for info in plan.parameters if has_extension(info.parameter)]
+    if config.offload.params and extended:
+        raise ValueError(
+            f"Offload(params=True) is not supported for parameter {extended[0].name!r}: the all-gather extension of "
+            f"its class {type(extended[0].parameter).__name__} reads its shard on the device. Leave params out. "
+            "Offloads of grads and optimizer are supported"
+        )
 
 
-def check_codecs(settings: ChosenSettings, codecs: Codecs) -> None:
-    """Raise ValueError if a codec does not support the model's compute dtypes or its replicated parameters."""
+def check_codecs(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh | None = None) -> None:
+    """Raise ValueError if a codec does not support the model's compute dtypes, replicated parameters or backend.
+
+    Args:
+        mesh: mesh of the root. If None, backends are not checked.
+    """
     computes = {
         chosen.policy.param_dtype or found.parameter.dtype
         for plan, chosen in settings.items()
@@ -167,7 +170,7 @@ def check_codecs(settings: ChosenSettings, codecs: Codecs) -> None:
             "tensor-parallel ranks, which have different neighbors, would become different. Leave the codec out. "
             "Codecs(refresh='lossless') is supported"
         )
-    _check_refresh_dtypes(settings, codecs)
+    _check_refresh(settings, codecs, mesh)
 
 
 def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
@@ -178,30 +181,24 @@ def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
     return are_mixed or any(isinstance(each, Replicate) for dtensor in dtensors for each in dtensor.placements)
 
 
-def check_refresh_backend(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh) -> None:
-    """Raise ValueError if refreshes are encoded and the backend does not allow it."""
-    if codecs.refresh is not None and _precisions(settings) and not _runs_on_gloo(mesh):
+def _check_refresh(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh | None) -> None:
+    """Raise ValueError if refreshes are encoded and the backend or the dtypes of the model do not allow it."""
+    precisions = _precisions(settings)
+    if codecs.refresh is None or not precisions:
+        return
+    backend = "gloo" if mesh is None else backend_of(mesh.get_group(0), mesh.device_type)
+    if mesh is not None and (mesh.device_type != "cpu" or backend != "gloo"):
         raise ValueError(
             f"Codecs.refresh={codecs.refresh!r} encodes weights on the CPU and sends them with gloo, but this model is "
-            f"on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave refresh out"
+            f"on {mesh.device_type} and uses {backend}. Leave refresh out"
         )
-
-
-def _check_refresh_dtypes(settings: ChosenSettings, codecs: Codecs) -> None:
-    """Raise ValueError if refreshes are encoded and the dtypes of the model do not allow it."""
-    precisions = _precisions(settings)
-    if codecs.refresh is None or not precisions or any(each.casts_to_16_bits for each in precisions):
-        return
-    computes = sorted({str(each.compute) for each in precisions})
-    raise ValueError(
-        f"Codecs.refresh={codecs.refresh!r} encodes compute weights in bf16 and fp16 that have masters of higher "
-        f"precision, but the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave refresh "
-        "out"
-    )
-
-
-def _runs_on_gloo(mesh: DeviceMesh) -> bool:
-    return mesh.device_type == "cpu" and backend_of(mesh.get_group(0), "cpu") == "gloo"
+    if not any(each.casts_to_16_bits for each in precisions):
+        computes = sorted({str(each.compute) for each in precisions})
+        raise ValueError(
+            f"Codecs.refresh={codecs.refresh!r} encodes compute weights in bf16 and fp16 that have masters of higher "
+            f"precision, but the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave "
+            "refresh out"
+        )
 
 
 def _precisions(settings: ChosenSettings) -> set[Precision]:
@@ -215,7 +212,7 @@ def _precisions(settings: ChosenSettings) -> set[Precision]:
 
 
 def require_equal_encoded_sizes(
-    plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
+    handles: Mapping[UnitDefinition, Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
     """Raise ValueError on all ranks of a mesh if their codecs produce messages of different sizes."""
     size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
@@ -225,7 +222,7 @@ def require_equal_encoded_sizes(
             f"bytes of Codecs.gather for {_label(plan)}": [
                 encoded_sizes(config.codecs.gather, each.layout, size, each.precision.compute) for each in unit
             ]
-            for plan, unit in zip(plans, handles, strict=True)
+            for plan, unit in handles.items()
         }
     if (codec := config.codecs.hop2) is not None and data_parallel > size:
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
@@ -235,7 +232,7 @@ def require_equal_encoded_sizes(
                 for each in unit
                 for grid in grids[:: data_parallel // size]
             ]
-            for plan, unit in zip(plans, handles, strict=True)
+            for plan, unit in handles.items()
         }
     if fields:
         require_equal("shard_model", fields, ranks=site.mesh_info.ranks)
@@ -255,25 +252,19 @@ def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | Non
             "initializes a module on the meta device, such as model._init_weights"
         )
     sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
-    for plan in plans:
-        for module, module_name in plan.modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
-                    raise ValueError(
-                        f"parameter {f'{module_name}.{name}'.lstrip('.')!r} is ignored and on the meta device. "
-                        "layerzero does not allocate or initialize ignored parameters. Build it on a real device, or "
-                        "do not ignore it"
-                    )
-    if param_init_fn is not None:
-        return
-    for plan in plans:
-        for module, name in plan.modules.items():
-            if _has_meta(module) and not hasattr(module, "reset_parameters"):
-                where = f"module {name!r}" if name else "the model"
+    for module, module_name in ((module, name) for plan in plans for module, name in plan.modules.items()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
                 raise ValueError(
-                    f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
-                    "reset_parameters(). Pass param_init_fn, a function that initializes one module"
+                    f"parameter {f'{module_name}.{name}'.lstrip('.')!r} is ignored and on the meta device. layerzero "
+                    "does not allocate or initialize ignored parameters. Build it on a real device, or do not ignore it"
                 )
+        if param_init_fn is None and _has_meta(module) and not hasattr(module, "reset_parameters"):
+            where = f"module {module_name!r}" if module_name else "the model"
+            raise ValueError(
+                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
+                "reset_parameters(). Pass param_init_fn, a function that initializes one module"
+            )
 
 
 def plan_handles(

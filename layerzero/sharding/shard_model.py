@@ -31,6 +31,7 @@ from layerzero.config import (
     Accumulation,
     Codecs,
     LayerZeroConfig,
+    ModuleEntry,
     Offload,
     Policy,
     PrecisionPolicy,
@@ -51,13 +52,12 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import buffer_demand, scratch_of
-from layerzero.estimates.specs import specs_of
+from layerzero.estimates.specs import HandleSpec, specs_of
 from layerzero.sharding.build_units import (
     build_unit,
     check_codecs,
     check_meta_init,
     check_offload,
-    check_refresh_backend,
     parts_to_compare,
     plan_handles,
     require_broadcastable_buffers,
@@ -102,7 +102,7 @@ def shard_model(
     prefetch: int = 1,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
-    ignored_modules: Iterable[nn.Module | str] | None = None,
+    ignored_modules: Iterable[ModuleEntry] | None = None,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -124,7 +124,7 @@ def shard_model(
         zero3_size: S, number of ranks over which the compute weights are sharded. S must divide the world size. Without
             a mesh, the default is the number of ranks per node, which torchrun sets.
         units: selects the modules that are gathered and freed together. Pass module classes (``{Block}``), names of
-            modules or of their classes (``["blocks.0", "Block"]``), modules of the model, or lists of modules or names.
+            modules or of their classes (``["blocks.0", "Block"]``), modules of the model, or lists of these.
             Each list is one unit that is gathered when any of its modules is called: ``[Block, [model.norm,
             model.head]]``. A list takes precedence over classes and names. You may also pass ``callable(name, module)
             -> bool``. If it returns a str, all modules with the same str form one unit. ``"auto"`` selects the
@@ -165,8 +165,8 @@ def shard_model(
             formats and tensor subclasses), such as quantized base weights under adapters. All ranks must have loaded
             the same values. A class with FSDP2's all-gather extension, as in torchao's float8 training, is supported.
             Its parameters are sharded by the rows of their single inner tensor.
-        ignored_modules: modules, or names of modules or of their classes, whose parameters are ignored in the same way.
-            Passing the model itself, or modules that contain all of its parameters, is an error.
+        ignored_modules: modules, their classes, or names of modules or classes, whose parameters are ignored in the
+            same way. Passing modules that contain all parameters of the model is an error.
         sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
             parallelism, each part and each plain buffer is broadcast from the first rank that has this part or buffer.
             Replicated parameters are broadcast from the first rank of the model.
@@ -224,8 +224,7 @@ def shard_model(
         model_parallel_meshes = find_model_parallel_meshes(plans)
         check_meta_init(plans, param_init_fn)
         settings = settings_of_units(plans, config)
-        check_codecs(settings, config.codecs)
-        check_refresh_backend(settings, config.codecs, root)
+        check_codecs(settings, config.codecs, root)
         check_offload(plans, config)
         if sync_module_states:
             require_broadcastable_buffers(plans)
@@ -259,49 +258,50 @@ def _build(
 
     All ranks of the model must call this function with the same settings.
     """
-    plans = [*settings]
     model_ranks, sites = connect_meshes(
-        model_parallel_meshes, groups, sums_locally=settings[plans[0]].policy.fp32_accumulation
+        model_parallel_meshes, groups, sums_locally=next(iter(settings.values())).policy.fp32_accumulation
     )
     mesh_info = model_ranks.mesh_info
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
-    averaged = mesh_info.data_parallel
-    handles = [
-        plan_handles(
-            plan, chosen, config, rank_traits, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec
+    handles: dict[UnitDefinition, list[HandleSpec]] = {}
+    for plan, chosen in settings.items():
+        site = sites[plan.mesh]
+        handles[plan] = plan_handles(
+            plan,
+            chosen,
+            config,
+            _traits_for_planning(site.mesh_info, config),
+            averaged=mesh_info.data_parallel,
+            has_model_parallel_spec=site.has_model_parallel_spec,
         )
-        for plan, chosen in settings.items()
-        for site in (sites[plan.mesh],)
-        for rank_traits in (_traits_for_planning(site.mesh_info, config),)
-    ]
-    for shared_over, site in sites.items():
-        indices = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
-        require_equal_encoded_sizes(
-            [plans[index] for index in indices], [handles[index] for index in indices], config, site
-        )
-        if config.codecs.hop2 is not None:
-            connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
     pools = _model_pools(mesh_info.device, config.offload)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
         rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
-        return buffer_demand([each for unit in handles for each in unit], config, rank_traits)
+        return buffer_demand([each for unit in handles.values() for each in unit], config, rank_traits)
 
+    for shared_over, site in sites.items():
+        require_equal_encoded_sizes(
+            {plan: unit for plan, unit in handles.items() if plan.mesh == shared_over}, config, site
+        )
+        if config.codecs.hop2 is not None:
+            connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
     meshes = [site.mesh_info for site in sites.values()]
     transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
     resources = {
-        each: MeshResources(each, transport, pools, _create_refresher(each, config.codecs, pools))
-        for each, transport in transports.items()
+        shared_over: MeshResources(
+            site.mesh_info, transports[site.mesh_info], pools, _create_refresher(site.mesh_info, config.codecs, pools)
+        )
+        for shared_over, site in sites.items()
     }
     units_built: dict[UnitDefinition, Unit] = {}
     uninitialized: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for plan, planned in zip(plans, handles, strict=True):
-        site = sites[plan.mesh]
+    for plan, planned in handles.items():
         enclosing = [units_built[each] for each in plan.enclosing]
         units_built[plan], unit_uninitialized = build_unit(
-            plan, planned, settings[plan], config, site, resources[site.mesh_info], param_init_fn, enclosing
+            *(plan, planned, settings[plan], config, sites[plan.mesh], resources[plan.mesh], param_init_fn, enclosing)
         )
         uninitialized += unit_uninitialized
     scratch = scratch_of(units_built.values(), config)

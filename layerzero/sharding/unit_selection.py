@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layerzero.config import AUTO, UNSUPPORTED, Units
+from layerzero.config import AUTO, UNSUPPORTED, ModuleEntry, Units
 from layerzero.dtensor.gather_extension import has_extension
 from layerzero.dtensor.model_parallel_spec import local_part, reason_not_shardable
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
@@ -68,7 +68,7 @@ def partition(
     *,
     mesh_of: Callable[[str, nn.Module], DeviceMesh],
     ignored_params: Iterable[nn.Parameter] | str | None = None,
-    ignored_modules: Iterable[nn.Module | str] | None = None,
+    ignored_modules: Iterable[ModuleEntry] | None = None,
 ) -> list[UnitDefinition]:
     """Return the units of a model in module order. The root is first.
 
@@ -130,19 +130,19 @@ def _ignored_param_ids(
     model: nn.Module,
     ranks: Sequence[int],
     ignored_params: Iterable[nn.Parameter] | str,
-    ignored_modules: Iterable[nn.Module | str],
+    ignored_modules: Iterable[ModuleEntry],
 ) -> set[int]:
     """Return the ids of all ignored parameters, which stay full on every rank."""
     owned = {id(parameter) for parameter in model.parameters()}
-    by_kind = isinstance(ignored_params, str)  # "unsupported" may apply to all parameters of a model
-    ignored = set()
+    unsupported: set[int] = set()  # may be all parameters of a model
     if isinstance(ignored_params, str):
         if ignored_params != UNSUPPORTED:
             raise TypeError(
                 f"ignored_params={ignored_params!r} is not supported. Pass parameters of the model, or {UNSUPPORTED!r}"
             )
         frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
-        ignored, ignored_params = {id(p) for p in frozen if _reason_unsupported(p, ranks) is not None}, ()
+        unsupported, ignored_params = {id(p) for p in frozen if _reason_unsupported(p, ranks) is not None}, ()
+    ignored = set()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(
@@ -156,49 +156,30 @@ def _ignored_param_ids(
                 "copy may replace them"
             )
         ignored.add(id(parameter))
-    modules = {id(module) for module in model.modules()}
+    select = _selector(model, "ignored_modules")
     for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
-        if entry is model:
-            raise ValueError(
-                f"ignored_modules contains the {type(model).__name__} that is passed to shard_model, so no parameter "
-                "would be sharded. Pass only the modules to ignore, or leave shard_model out"
-            )
-        if not isinstance(entry, (str, nn.Module)):
-            raise TypeError(
-                f"ignored_modules contains {entry!r}, which is neither a module nor a name. Pass modules, or names of "
-                "modules or of their classes"
-            )
-        if not isinstance(entry, str) and id(entry) not in modules:
-            raise ValueError(
-                f"ignored_modules contains a {type(entry).__name__} that is not a module of this model. Pass a module "
-                "of the model that you shard, or its name"
-            )
-        named = _modules_named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
-        ignored |= {id(p) for _, module in named for p in module.parameters()}
-    if owned and ignored == owned and not by_kind:
+        ignored |= {id(parameter) for module in select(entry) for parameter in module.parameters()}
+    if owned and ignored == owned:
         raise ValueError(
             f"ignored_params and ignored_modules contain all {len(owned)} parameters of this {type(model).__name__}, "
             "so no parameter would be sharded. Pass only the parameters to ignore, or leave shard_model out"
         )
-    return ignored
+    return ignored | unsupported
 
 
-def _unique_parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
+def _unique_parameters(model: nn.Module, ignored: Collection[int]) -> list[tuple[list[str], ParamInfo]]:
     """Return each parameter once, with the names of all modules that refer to it."""
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    first: dict[int, tuple[str, nn.Parameter]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in ignored:
-                continue
-            full_name = f"{module_name}.{attribute}" if module_name else attribute
-            first.setdefault(id(parameter), (full_name, parameter))
-            owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+            if parameter is not None and id(parameter) not in ignored:
+                uses.setdefault(parameter, []).append((name, module, attribute))
     result = []
-    for key, (full_name, parameter) in first.items():
-        refs = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
-        module_names = tuple(module_name for module_name, _, _ in owners[key])
-        result.append((module_names, ParamInfo(full_name, parameter, tuple(refs.values()))))
+    for parameter, places in uses.items():
+        name, _, attribute = places[0]
+        owners = dict.fromkeys((module, attribute) for _, module, attribute in places)
+        info = ParamInfo(f"{name}.{attribute}" if name else attribute, parameter, tuple(owners))
+        result.append(([name for name, _, _ in places], info))
     return result
 
 
@@ -321,73 +302,75 @@ def _numel(module: nn.Module, ignored: Collection[int]) -> int:
 def _units_by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type, nn.Module, Iterable)):
         raise TypeError(f"units={units!r} is not supported. {_ACCEPTED}")
-    entries: list[Any] = [units]
-    if not isinstance(units, (str, type)) and not _is_one_module(units):
-        entries = list(cast("Iterable[Any]", units))
+    is_one = isinstance(units, (str, type, nn.Module)) and not isinstance(units, nn.ModuleList)
+    select = _selector(model, "units")
     names = {module: name for name, module in model.named_modules()}
     unit_of: dict[nn.Module, str] = {}  # for modules and lists, which take precedence over names and classes
-    for entry in entries:
-        if isinstance(entry, nn.Module) or _is_list(entry):
-            members = [entry] if isinstance(entry, nn.Module) else list(entry)
-            group = _grouped_modules(model, members, names)
-            unit = "+".join(names[module] for module in group)
-            if isinstance(entry, nn.Module) and entry is model:  # always a unit
-                continue
-            for module in group:
-                if module in unit_of and unit_of[module] != unit:
-                    raise ValueError(
-                        f"units contains module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
-                        "can be in only one unit. Remove it from one of them"
-                    )
-                unit_of[module] = unit
-        elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise TypeError(f"units contains {entry!r}, which is not supported. {_ACCEPTED}")
-    classes = tuple(entry for entry in entries if isinstance(entry, type))
-    by_name = {
-        name for name, _ in _modules_named(model, "units", {entry for entry in entries if isinstance(entry, str)})
-    }
-    missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
-    if missing:
-        raise _missing_names_error(model, "units", missing)
-    single_units = {
-        module: name for module, name in names.items() if name in by_name or (name and isinstance(module, classes))
-    }
+    single_units: dict[nn.Module, str] = {}
+    for entry in [units] if is_one else cast("Iterable[Any]", units):
+        if isinstance(entry, (str, type)):
+            single_units |= {module: names[module] for module in select(entry)}
+            continue
+        members = [entry] if isinstance(entry, nn.Module) or not isinstance(entry, Iterable) else [*entry]
+        group = {module for member in members for module in select(member)}
+        if not group:
+            raise ValueError(
+                "units contains an empty list, but each list is one unit. Add its modules, or remove the list"
+            )
+        if group == {model} and len(members) == 1:
+            continue
+        if model in group:
+            raise ValueError(
+                f"units contains a list that includes the model itself ({type(model).__name__}). The model is always a "
+                "unit of its own, so remove it from the list. Parameters outside all other units belong to this unit"
+            )
+        unit = "+".join(name for module, name in names.items() if module in group)
+        for module in group:
+            if unit_of.setdefault(module, unit) != unit:
+                raise ValueError(
+                    f"units contains module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
+                    "can be in only one unit. Remove it from one of them"
+                )
     unit_of = single_units | unit_of
     return [(unit_of[module], module) for module in names if module in unit_of]
 
 
-def _is_one_module(units: object) -> bool:
-    """Return whether `units` is a single module. An ``nn.ModuleList`` counts as a list of its modules."""
-    return isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
+def _selector(model: nn.Module, setting: str) -> Callable[[object], list[nn.Module]]:
+    """Return a function that returns the modules of a model that one entry of a setting selects.
 
+    A module selects itself. A name selects the modules that have this name, or whose class or a base of it does, with
+    or without its module path. A class selects its instances. Names and classes do not select the model itself.
+    """
+    selected: dict[object, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        paths = {f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__}
+        kinds = {*type(module).__mro__, *paths, *(path.rpartition(".")[2] for path in paths)}
+        if name:
+            for key in {module, name, *kinds}:
+                selected.setdefault(key, []).append(module)
+        elif setting == "units":  # the root is always a unit
+            selected |= {kind: [] for kind in kinds}
+    selected[model] = [model]
 
-def _is_list(entry: object) -> bool:
-    return isinstance(entry, Iterable) and not isinstance(entry, (str, type, nn.Module))
-
-
-def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
-    """Return the modules that one list in `units` selects, in module order."""
-    selected: set[nn.Module] = set()
-    for entry in entries:
-        if isinstance(entry, str):
-            selected |= {module for _, module in _modules_named(model, "units", {entry})}
-        elif not isinstance(entry, nn.Module):
-            raise TypeError(f"units contains a list with {entry!r}, which is not a module. Use modules or their names")
-        elif entry not in names:
-            raise ValueError(
-                f"units contains a {type(entry).__name__} that is not a module of this model. Use a module of the "
-                "model that you pass to shard_model, or its name"
+    def select(entry: object) -> list[nn.Module]:
+        if not isinstance(entry, (str, type, nn.Module)):
+            raise TypeError(
+                f"{setting} contains {entry!r}, which is not supported. Use modules, their classes, or names of either"
             )
-        else:
-            selected.add(entry)
-    if not selected:
-        raise ValueError("units contains an empty list, but each list is one unit. Add its modules, or remove the list")
-    if model in selected and len(entries) > 1:
-        raise ValueError(
-            f"units contains a list that includes the model itself ({type(model).__name__}). The model is always a "
-            "unit of its own, so remove it from the list. Parameters outside all other units belong to this unit"
-        )
-    return [module for module in names if module in selected]
+        if entry not in selected:
+            names = [name for name, _ in model.named_modules() if name]
+            listed = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:10])
+            shown = (
+                f"a {type(entry).__name__}" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
+            )
+            raise ValueError(
+                f"{setting} contains {shown}, which this model does not have. Pass modules of the model that you pass "
+                f"to shard_model, or names from these lists: modules {listed or '(none)'}; classes {classes}"
+            )
+        return selected[entry]
+
+    return select
 
 
 def block_classes(model: nn.Module) -> set[str]:
@@ -425,7 +408,18 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
     Raises:
         ValueError: the model does not declare the classes of its blocks.
     """
-    classes = _blocks_or_raise(model)
+    if not (classes := block_classes(model)):
+        listed_classes = sorted(_no_split_class_names(model))
+        why = (
+            f"has no module of the classes in its _no_split_modules, {listed_classes}"
+            if listed_classes
+            else "does neither"
+        )
+        raise ValueError(
+            "units='auto' finds blocks only in models that list them in _no_split_modules, as most Hugging "
+            "Face Transformers models do, or that apply activation checkpointing to each block. This "
+            f"{type(model).__name__} {why}. Pass the classes of its blocks: units={{Block}}"
+        )
     names = {module: name for name, module in model.named_modules()}
     blocks = [name for module, name in names.items() if type(module).__name__ in classes]
     owners = {id(info.parameter): info.owners for _, info in _unique_parameters(model, set())}
@@ -446,50 +440,6 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
         with suppress(AttributeError, NotImplementedError):  # not all Transformers models have embeddings
             embeddings[getattr(module, kind)()] = None
     return [*sorted(classes), *filter(may_be_unit, embeddings)]
-
-
-def _blocks_or_raise(model: nn.Module) -> set[str]:
-    classes = block_classes(model)
-    if not classes:
-        listed_classes = _no_split_class_names(model)
-        why = (
-            f"has no module of the classes in its _no_split_modules, {sorted(listed_classes)}"
-            if listed_classes
-            else "does neither"
-        )
-        raise ValueError(
-            "units='auto' finds blocks only in models that list them in _no_split_modules, as most Hugging "
-            "Face Transformers models do, or that apply activation checkpointing to each block. This "
-            f"{type(model).__name__} {why}. Pass the classes of its blocks: units={{Block}}"
-        )
-    return classes
-
-
-def _modules_named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) for the modules whose name or class name (with or without module path) is in `names`."""
-    missing, chosen = set(names), []
-    for name, module in model.named_modules():
-        paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
-        classes = {*paths, *(path.rpartition(".")[2] for path in paths)}
-        matches = {name, *classes} & names
-        if name and matches:
-            chosen.append((name, module))
-            missing -= matches
-        elif setting == "units":  # the root is always a unit
-            missing -= classes
-    if missing:
-        raise _missing_names_error(model, setting, sorted(missing))
-    return chosen
-
-
-def _missing_names_error(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
-    module_names = [name for name, _ in model.named_modules() if name]
-    listed = ", ".join(module_names[:10]) + (", ..." if len(module_names) > 10 else "")
-    classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
-    return ValueError(
-        f"{setting} contains {missing}, but the model has no modules or classes with these names. Pass names from "
-        f"these lists: modules {listed or '(none)'}; classes {classes}"
-    )
 
 
 def _refuse_sharded_twice(model: nn.Module) -> None:

@@ -140,6 +140,7 @@ def test_lists_of_modules_are_one_unit_each_beside_classes_and_names(rank: int) 
         (lambda m: ([m.head], {m.norm}), ["", "norm", "head"]),
         (lambda m: [m.head, "head", m.head, ["norm", m.embed], [m.embed, m.norm]], ["", "embed+norm", "head"]),
         (lambda m: [tuple(m.layers)], ["", "layers.0+layers.1+layers.2"]),
+        (lambda m: [[Layer, "head"]], ["", "layers.0+layers.1+layers.2+head"]),
     ):
         model = Tower()
         model = layerzero.shard_model(model, mesh=mesh_of(2), units=make(model))
@@ -248,7 +249,7 @@ def _refusals(rank: int) -> dict[str, str]:
         "foreign module": lambda: shard(units=[other.head]),
         "foreign module in a list": lambda: shard(units=[["first", other.head]]),
         "empty list": lambda: shard(units=[[]]),
-        "class in a list": lambda: shard(units=[[nn.Linear]]),
+        "number in a list": lambda: shard(units=[["first", 3]]),
         "root in a list": lambda: with_own(units=lambda m: [[m, m.head]]),
         "unknown in a list": lambda: shard(units=[["first", "absent"]]),
         "callable of a module": lambda: shard(units=lambda module: True),
@@ -267,12 +268,8 @@ def _refusals(rank: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "root ignored": (
-        "ValueError",
-        "ignored_modules contains the IntegerNet that is passed to shard_model",
-        "leave shard_model",
-    ),
-    "root ignored, bare": ("ValueError", "ignored_modules contains the IntegerNet", "Pass only the modules to ignore"),
+    "root ignored": ("ValueError", "all 7 parameters of this IntegerNet", "leave shard_model"),
+    "root ignored, bare": ("ValueError", "all 7 parameters of this IntegerNet", "Pass only the parameters to ignore"),
     "all parameters ignored": ("ValueError", "all 7 parameters of this IntegerNet", "no parameter would be sharded"),
     "all modules ignored": (
         "ValueError",
@@ -288,10 +285,10 @@ REFUSED = {
     "strided on one rank": ("[[0, 2], [1, 3]]", "must be neighbors", "Use [[0, 1], [2, 3]]"),
     "strided unit": ("ValueError", "[[0, 2], [1, 3]]", "Use [[0, 1], [2, 3]]"),
     "two lists": ("ValueError", "module 'second' in 'first+second' and in 'second+head'", "Remove it from one of them"),
-    "foreign module": ("ValueError", "units contains a Linear that is not a module of this model", "or its name"),
-    "foreign module in a list": ("ValueError", "units contains a Linear that is not a module of this model"),
+    "foreign module": ("ValueError", "units contains a Linear, which this model does not have", "or names from"),
+    "foreign module in a list": ("ValueError", "units contains a Linear, which this model does not have"),
     "empty list": ("ValueError", "units contains an empty list"),
-    "class in a list": ("TypeError", "units contains a list with", "which is not a module. Use modules or their names"),
+    "number in a list": ("TypeError", "units contains 3, which is not supported. Use modules, their classes, or names"),
     "root in a list": (
         "ValueError",
         "a list that includes the model itself (IntegerNet)",
@@ -299,7 +296,8 @@ REFUSED = {
     ),
     "unknown in a list": (
         "ValueError",
-        "units contains ['absent'], but the model has no modules or classes with these names",
+        "units contains 'absent', which this model does not have",
+        "modules first, second",
     ),
     "callable of a module": ("TypeError", "cannot be called with a name and a module", "callable(name, module)"),
     "settings of fsdp1": (
