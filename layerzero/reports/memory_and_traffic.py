@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -157,41 +157,20 @@ def memory(model: nn.Module) -> MemoryReport:
         print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
         print(report)  # a table
     """
-    reports = [_memory(lz_state) for lz_state in get_states(model).values()]
-    if len(reports) == 1:
-        return reports[0]
-    return MemoryReport(
-        predicted=_sum_by_key(report.predicted for report in reports),
-        measured=_sum_by_key(report.measured for report in reports),
-        shared_segment=sum(report.shared_segment for report in reports),
-        predicted_peak=sum(report.predicted_peak for report in reports),
-        measured_peak=sum(report.measured_peak for report in reports),
-    )
-
-
-def _sum_by_key(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sum `counts` by key. Keys are in the order of their first occurrence."""
-    totals: dict[str, int] = {}
-    for mapping in counts:
-        for key, count in mapping.items():
-            totals[key] = totals.get(key, 0) + count
-    return totals
-
-
-def _memory(lz_state: LayerZeroState) -> MemoryReport:
-    scratch = sum(pool.predicted_bytes for pool in _pools(lz_state))
-    predicted = estimate_memory(specs_of(lz_state.units), lz_state.config, scratch=scratch)
-    measured = measure_memory(lz_state)
-    return MemoryReport(
-        predicted=predicted.kinds,
-        measured=measured,
-        shared_segment=sum(transport.shared_bytes for transport in lz_state.transports),
-        predicted_peak=predicted.peak + measured["optimizer"] + measured.get("outer", 0),
-        measured_peak=device_bytes(measured)
-        - measured["cached_buffer"]
-        - measured["full_buffer"]
-        + max(lz_state.pools.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
-    )
+    predicted: Counter[str] = Counter()
+    measured: Counter[str] = Counter()
+    shared_segment = predicted_peak = measured_peak = 0
+    for lz_state in get_states(model).values():
+        scratch = sum(pool.predicted_bytes for pool in _pools(lz_state))
+        estimate = estimate_memory(specs_of(lz_state.units), lz_state.config, scratch=scratch)
+        kinds = measure_memory(lz_state)
+        predicted.update(estimate.kinds)
+        measured.update(kinds)
+        shared_segment += sum(transport.shared_bytes for transport in lz_state.transports)
+        predicted_peak += estimate.peak + kinds["optimizer"] + kinds.get("outer", 0)
+        full = kinds["full_buffer"] + kinds["cached_buffer"]
+        measured_peak += device_bytes(kinds) - full + max(lz_state.pools.full.most_bytes, full)
+    return MemoryReport(dict(predicted), dict(measured), shared_segment, predicted_peak, measured_peak)
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
@@ -201,34 +180,25 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report contains sums over
     these models. If `reset` is True, the counters are set to zero after they have been read.
     """
-    reports = [_traffic(lz_state, reset=reset) for lz_state in get_states(model).values()]
-    if len(reports) == 1:
-        return reports[0]
-    predicted = [report.predicted for report in reports]
-    unknown = {collective for report in reports for collective in report.calls.keys() - report.predicted.keys()}
-    return TrafficReport(
-        calls=_sum_by_key(report.calls for report in reports),
-        bytes=_sum_by_key(report.bytes for report in reports),
-        bytes_by_axis=_sum_by_key(report.bytes_by_axis for report in reports),
-        predicted={
-            collective: count for collective, count in _sum_by_key(predicted).items() if collective not in unknown
-        },
-        transport=", ".join(sorted({report.transport for report in reports})),
-    )
-
-
-def _traffic(lz_state: LayerZeroState, *, reset: bool) -> TrafficReport:
-    counters = lz_state.mesh_info.counters
+    calls: Counter[str] = Counter()
     by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
-    totals = counters.take() if reset else counters.totals()
-    for (collective, axis), sent_bytes in totals.bytes.items():
-        by_collective[collective] += sent_bytes
-        by_axis[axis] += sent_bytes
-    predicted = _predicted_bytes(lz_state, totals.calls)
-    return TrafficReport(
-        totals.calls, dict(by_collective), dict(by_axis), predicted, lz_state.transports[0].traits.name
-    )
+    predicted: Counter[str] = Counter()
+    unknown: set[str] = set()  # collectives without a prediction for at least one of the models
+    transports = set()
+    for lz_state in get_states(model).values():
+        counters = lz_state.mesh_info.counters
+        totals = counters.take() if reset else counters.totals()
+        calls.update(totals.calls)
+        for (collective, axis), sent_bytes in totals.bytes.items():
+            by_collective[collective] += sent_bytes
+            by_axis[axis] += sent_bytes
+        expected = _predicted_bytes(lz_state, totals.calls)
+        predicted.update(expected)
+        unknown |= totals.calls.keys() - expected.keys()
+        transports.add(lz_state.transports[0].traits.name)
+    known = {collective: count for collective, count in predicted.items() if collective not in unknown}
+    return TrafficReport(dict(calls), dict(by_collective), dict(by_axis), known, ", ".join(sorted(transports)))
 
 
 def _predicted_bytes(lz_state: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
