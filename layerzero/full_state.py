@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.model_parallel_spec import local_part
@@ -237,11 +236,7 @@ def _write_back(
     handles = [handle for handle in lz_state.handles if not set(members).isdisjoint(handle.members)]
     lz_state.refreshes.before_master_write(handles)
     for member in members:
-        parameter = parameters.get(member)
-        full = None if parameter is None else parameter.detach()
-        full = _broadcast_full(lz_state, member, full) if options.rank0_only else full
-        assert full is not None
-        _write_rows(member, full)
+        _write_rows(member, _full_value(lz_state, member, parameters.get(member), options))
     lz_state.refreshes.launch(handles)
     if not options.with_grads:
         return
@@ -255,19 +250,21 @@ def _write_back(
             member.sharded.grad = None
             continue
         gradient = parameters[member].grad if member in parameters else None
-        full = _broadcast_full(lz_state, member, gradient) if options.rank0_only else gradient
+        full = _full_value(lz_state, member, gradient, options)
         if member.sharded.grad is None:
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
-        assert full is not None
         with torch.no_grad():
-            member.sharded.grad.to_local().copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
+            member.sharded.grad.to_local().copy_(rows_of(full, member.spec))  # type: ignore[attr-defined]
 
 
-def _broadcast_full(lz_state: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
-    """Broadcast the first rank's full tensor to all ranks and return it. On the other ranks, `full` is None."""
+def _full_value(lz_state: LayerZeroState, member: ManagedParam, full: Tensor | None, options: _Options) -> Tensor:
+    """Return a full parameter or gradient. With ``options.rank0_only``, only the first rank passes it to the others."""
+    if not options.rank0_only:
+        assert full is not None
+        return full.detach()
     received = torch.empty(member.spec.full_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
-        received.copy_(full)
+        received.copy_(full.detach())
     lz_state.ranks.broadcast(received)
     return received
 
@@ -386,21 +383,19 @@ def full_state_dict(
     state: dict[str, Tensor] = {}
     for name, value in values.items():
         member = by_parameter.get(id(value))
-        if member is None:
-            if isinstance(value, DTensor):  # belongs to another framework; all of its ranks call this function
-                value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
-            if keeps and isinstance(value, Tensor):
-                copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
-                state[name] = copy.cpu() if cpu else copy
-            elif keeps:
-                state[name] = value
-            continue
-        if id(value) not in full_tensors:
-            gathered = _gather_master(member)
+        if member is not None and id(value) not in full_tensors:
+            gathered = member.spec.gather_full(member.master.detach())
             full_tensors[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
             del gathered  # frees its memory before the next parameter is gathered
-        if keeps:
+        if isinstance(value, DTensor) and member is None:  # of another framework; all of its ranks call this function
+            value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
+        if keeps and member is not None:
             state[name] = full_tensors[id(value)]
+        elif keeps and isinstance(value, Tensor):
+            copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
+            state[name] = copy.cpu() if cpu else copy
+        elif keeps:
+            state[name] = value
     return state
 
 
@@ -446,7 +441,11 @@ def load_full_state_dict(
     if first and (problems := [*(_key_problems(left_out) if strict else ()), *_shape_problems(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
     require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
-    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_broadcast_names(left_out, model_ranks))
+    if strict:
+        left_out = IncompatibleKeys([], [])
+    else:  # only the first rank has the state dict
+        names_of_first = model_ranks.all_gather_text(json.dumps(left_out) if first else "")[0]
+        left_out = IncompatibleKeys(*json.loads(names_of_first))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.sharded): member for member in lz_state.members.values()}
@@ -490,24 +489,6 @@ def _shape_problems(targets: Mapping[str, object], state: Mapping[str, object]) 
             elif isinstance(value, Tensor) and value.is_meta:
                 problems.append(f"{name}: got a tensor on meta, which has no values; load it first")
     return problems
-
-
-def _broadcast_names(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
-    """Broadcast the names from the first rank, which is the only rank that has the state dict."""
-    if model_ranks.size == 1:
-        return list(left_out)
-    text = json.dumps(left_out).encode()
-    length = torch.tensor([len(text)])
-    model_ranks.broadcast_numbers(length)
-    encoded = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
-    model_ranks.broadcast_numbers(encoded)
-    lists: list[list[str]] = json.loads(bytes(encoded.tolist()))
-    return lists
-
-
-def _gather_master(member: ManagedParam) -> Tensor:
-    with torch.no_grad():
-        return member.spec.gather_full(member.master.detach())
 
 
 def _agree_on_edits(
