@@ -16,7 +16,7 @@ other rank takes part in an operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import even_sharding_message, row_move_message
+from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # a third of the import time of this package, and needed only
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["LocalShard", "ToLocal", "local_shard", "outside_dtensor", "plain"]
+__all__ = ["LocalShard", "local_shard", "outside_dtensor", "plain", "to_local"]
 
 
 class LocalShard(torch.Tensor):
@@ -44,15 +44,22 @@ class LocalShard(torch.Tensor):
     spec: RowShardSpec
     tracker: MutationTracker | None
     row_dim: int | None  # dim of the rows, counted from the last; None outside of a DTensor, and if there are no rows
+    is_outside: bool  # True for rows that the user has requested with to_local()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, plain: Tensor, spec: RowShardSpec, watch: MutationTracker | None, row_dim: int | None = 0
+        cls,
+        plain: Tensor,
+        spec: RowShardSpec,
+        watch: MutationTracker | None,
+        row_dim: int | None = 0,
+        *,
+        is_outside: bool = False,
     ) -> LocalShard:
         rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
-        rows.spec, rows.tracker = spec, watch
+        rows.spec, rows.tracker, rows.is_outside = spec, watch, is_outside
         rows.row_dim = None if row_dim is None else max(row_dim or -plain.ndim, -plain.ndim)
         return rows
 
@@ -69,7 +76,7 @@ class LocalShard(torch.Tensor):
         if func.namespace in COLLECTIVES:
             _accessible_rows(shard)  # an access error takes precedence
             refuse_uneven_collective(func, args, shard.spec)
-        _refuse_misaligned(func, shard, args, kwargs)
+        _refuse_misaligned(func, args, kwargs)
         _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
@@ -89,21 +96,21 @@ class LocalShard(torch.Tensor):
         if isinstance(result, LocalShard):
             return result
         if result.ndim:
-            return LocalShard(result, self.spec, tracker, row_dim)
-        if self.spec.is_fully_local:
+            return LocalShard(result, self.spec, tracker, row_dim, is_outside=self.is_outside)
+        if self.is_outside or self.spec.is_fully_local:
             return result
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalShard:
-        return type(self)(rows, self.spec, None)
+        return LocalShard(rows, self.spec, None, self.row_dim, is_outside=self.is_outside)
 
     def view_as(self, other: Tensor) -> LocalShard:  # type: ignore[override]
         """Return an alias of `self` outside of a DTensor. Only :meth:`DTensor.to_local` calls this method."""
-        return LocalShard(plain(self), self.spec, self.tracker, None)
+        return LocalShard(plain(self), self.spec, self.tracker, None, is_outside=True)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """Return a copy without a tracker."""
-        copied = memo[id(self)] = LocalShard(_accessible_rows(self).clone(), self.spec, None)
+        copied = memo[id(self)] = self.with_rows(_accessible_rows(self).clone())
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -176,19 +183,27 @@ def local_shard(tensor: DTensor) -> LocalShard:
     return cast(LocalShard, tensor._local_tensor)
 
 
-class ToLocal(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     """Alias of a DTensor's rows outside of a DTensor. The gradient is sharded like the DTensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.spec, ctx.row_spec = tensor._spec, local_shard(tensor).spec
-        return outside_dtensor(tensor._local_tensor)
+        local = local_shard(tensor)
+        ctx.spec, ctx.row_spec, ctx.row_dim = tensor._spec, local.spec, local.row_dim
+        return outside_dtensor(local)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # the gradient is a plain tensor, a LocalShard or a PartialScalar
-            rows = LocalShard(gradients[0].as_subclass(torch.Tensor), ctx.row_spec, None)
+        with torch._C._DisableTorchDispatch():  # the gradient is a plain tensor or a LocalShard
+            rows = LocalShard(gradients[0].as_subclass(torch.Tensor), ctx.row_spec, None, ctx.row_dim)
         return DTensor(rows, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def to_local(tensor: DTensor, grad_placements: Any) -> Tensor:
+    """Return the rows of a sharded or derived tensor, outside of a DTensor."""
+    if torch.is_grad_enabled() and grad_placements is None and isinstance(tensor._local_tensor, LocalShard):
+        return _ToLocal.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
+    return outside_dtensor(DTensor.to_local(tensor, grad_placements=grad_placements))
 
 
 def outside_dtensor(local: Tensor) -> Tensor:
@@ -196,7 +211,9 @@ def outside_dtensor(local: Tensor) -> Tensor:
 
     See [Note: Decisions about rows].
     """
-    return local.view_as(local) if isinstance(local, LocalShard) and local.row_dim is not None else local
+    if isinstance(local, PartialScalar):
+        return local.value
+    return local.view_as(local) if isinstance(local, LocalShard) and not local.is_outside else local
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -223,47 +240,36 @@ _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
 
-def _refuse_misaligned(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if `func` combines rows of parameters that are sharded differently.
+def _refuse_misaligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise NotImplementedError if `func` combines rows of parameters that are sharded differently.
 
     Otherwise, only some ranks would raise an error, or kernels that do not compare sizes would read other memory.
     """
     name, values = func._schema.name, [*args, *kwargs.values()]
-    elementwise = torch.Tag.pointwise in func.tags or name == "aten::copy_"
+    is_elementwise = torch.Tag.pointwise in func.tags or name == "aten::copy_"
+    groups: Iterable[Sequence[Any]] = [values]
     if func.__name__.startswith(_LISTS):
-        lists = [value for value in values if isinstance(value, (list, tuple)) and value]
-        for corresponding in zip(*lists, strict=False):
-            _require_same_rows(func, [each for each in corresponding if isinstance(each, Tensor)], elementwise=True)
-        return
-    if name in ("aten::stack", "aten::cat"):
+        is_elementwise = True
+        groups = zip(*(value for value in values if isinstance(value, (list, tuple)) and value), strict=False)
+    elif name in ("aten::stack", "aten::cat"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         if name == "aten::stack" or dim % max([1, *(tensor.ndim for tensor in args[0])]):
-            values = list(args[0])
-    _require_same_rows(func, [value for value in values if isinstance(value, Tensor)], elementwise=elementwise)
+            groups = [args[0]]
+    for group in groups:
+        shards = [value for value in group if isinstance(value, LocalShard)]
+        for other in group if shards else ():
+            if isinstance(other, Tensor) and not _may_combine(shards[0], other, is_elementwise=is_elementwise):
+                raise unsupported(func.__name__, shards[0].spec)
 
 
-def _require_same_rows(func: Any, tensors: Sequence[Tensor], *, elementwise: bool) -> None:
-    shards = [tensor for tensor in tensors if isinstance(tensor, LocalShard)]
-    for other in tensors if elementwise and shards else ():
-        if not isinstance(other, LocalShard) and _is_misaligned(shards[0], other):
-            rows = shards[0]
-            raise ValueError(
-                f"{func.__name__} mixes parameter {rows.spec.name!r} (rows {rows.spec.rows} on this rank) with a "
-                f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(rows.shape)}). "
-                "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). To use a value "
-                "of each column, as in p - p.mean(0), leave out keepdim. Compute a penalty on parameters from this "
-                "rank's rows, p.to_local(), so that each row counts once"
-            )
-    for other in shards[1:]:
-        # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
-        if other.spec is shards[0].spec or other.spec.same_sharding(shards[0].spec):
-            continue
-        if elementwise or not (other.spec.is_fully_local and shards[0].spec.is_fully_local):
-            raise ValueError(
-                f"{func.__name__} combines rows of parameters {shards[0].spec.name!r} and {other.spec.name!r}, but a "
-                "rank does not have the same rows of both. Call full_tensor() of both on all ranks, or read the model "
-                "inside layerzero.unsharded(model)"
-            )
+def _may_combine(rows: LocalShard, other: Tensor, *, is_elementwise: bool) -> bool:
+    """Return whether an operation may combine `rows` with another of its arguments."""
+    if not isinstance(other, LocalShard):
+        return not (is_elementwise and _is_misaligned(rows, other))
+    # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
+    if other.spec is rows.spec or other.spec.same_sharding(rows.spec):
+        return True
+    return not is_elementwise and other.spec.is_fully_local and rows.spec.is_fully_local
 
 
 def _is_misaligned(rows: LocalShard, other: Tensor) -> bool:
@@ -283,8 +289,7 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
     """Yield the `row_dim` of each tensor that `func` returns. See [Note: Decisions about rows].
 
     Raises:
-        RuntimeError: `func` assumes torch's own sharding, and ranks have other rows.
-        NotImplementedError: `func` combines rows, or it fails on ranks without rows.
+        NotImplementedError: `func` assumes torch's own sharding, combines rows, or fails on ranks without rows.
     """
     name, spec, row_dim = func._schema.name, rows.spec, rows.row_dim
     has_same_rows = torch.Tag.pointwise in func.tags or func.__name__.startswith(_LISTS) or name in _SAME_ROWS
@@ -305,7 +310,7 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
     except (RuntimeError, IndexError) as error:
         if spec.row_counts == spec.torch_row_counts:
             return repeat(row_dim)
-        raise RuntimeError(even_sharding_message(func, spec)) from error
+        raise unsupported(func.__name__, spec) from error
     dims = [
         next((i - t.ndim for i, size in enumerate(t.shape) if size % _MANY_ROWS == 0 < size), None) for t in results
     ]
@@ -314,7 +319,7 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
     keeps_rows = any(dim == row_dim and t.ndim == rows.ndim for dim, t in zip(dims, results, strict=True))
     is_along_rows = named.get("dim") in (row_dim, row_dim + rows.ndim) and keeps_rows and not is_view
     if is_along_rows or name == "aten::aminmax":  # torch cannot compute the latter without rows
-        raise NotImplementedError(row_move_message(func.__name__, spec))
+        raise unsupported(func.__name__, spec)
     return iter(dims)
 
 

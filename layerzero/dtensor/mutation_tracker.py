@@ -19,19 +19,6 @@ __all__ = ["MutationTracker"]
 class MutationTracker:
     """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
 
-    __slots__ = (
-        "access_error",
-        "before_write",
-        "dirty",
-        "lazy_grad",
-        "loaded_digests",
-        "on_read",
-        "uninitialized",
-        "was_zeroed",
-        "write_count",
-        "zero_requested",
-    )
-
     def __init__(self) -> None:
         self.dirty = False
         self.uninitialized = False  # True if empty_like has created the tensor and nothing has been written to it

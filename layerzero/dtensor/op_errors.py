@@ -9,12 +9,10 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 __all__ = [
     "FROZEN_DTYPE_MESSAGE",
     "STALE_ROWS_MESSAGE",
-    "even_sharding_message",
     "named_error",
     "no_gradient_message",
-    "not_gathered_message",
-    "penalty_message",
-    "row_move_message",
+    "not_gathered",
+    "unsupported",
 ]
 
 STALE_ROWS_MESSAGE = (
@@ -27,46 +25,34 @@ FROZEN_DTYPE_MESSAGE = (
 )
 
 
-def row_move_message(what: str, spec: RowShardSpec) -> str:
-    """Return the error message for an operation that would move rows between ranks."""
-    return (
-        f"{what} on a tensor derived from parameter {spec.name!r} is not supported, because ranks have different "
-        "numbers of rows. For a mean, divide a sum: x.sum() / x.numel(). To read the full tensor, use p.full_tensor(), "
-        "layerzero.full_state_dict(model) or torch.distributed.checkpoint. To change it, use "
-        "layerzero.unsharded(model, writeback=True)"
+def unsupported(what: str, spec: RowShardSpec) -> NotImplementedError:
+    """Return the error for a function without a rule for sharded tensors.
+
+    Args:
+        what: name of the function, or a phrase that describes it.
+    """
+    return NotImplementedError(
+        f"{what} is not supported for parameter {spec.name!r}, or a tensor derived from it, because ranks have unequal "
+        f"numbers of its rows: this rank has {len(spec.rows)} of {spec.num_rows}. Combine it only with tensors that "
+        "are created from it, such as torch.zeros_like(p), and reduce it without keepdim. For a mean, divide a sum: "
+        "x.sum() / x.numel(). For this rank's rows, use p.to_local(). To read the full tensor, call p.full_tensor() or "
+        "layerzero.full_state_dict(model) on all ranks. To change or initialize it, use "
+        "layerzero.unsharded(model, writeback=True). Apply weight_norm, spectral_norm, parametrizations and pruning "
+        "before shard_model, and do not combine it with other wrappers (FSDP)"
     )
 
 
-def penalty_message(spec: RowShardSpec) -> str:
-    """Return the error message for a loss with a term that is computed from a sharded parameter."""
-    return (
-        f"a loss has a term computed from the sharded parameter {spec.name!r}, such as a penalty on it. No gradient "
-        "flows back through this DTensor, because layerzero shards rows unevenly and the model's own loss is a plain "
-        "tensor. Compute the term from this rank's rows, so that each row counts once: loss + 0.1 * "
-        "p.to_local().square().sum(). Or use the optimizer's weight_decay, or compute the term from gathered weights "
-        "inside layerzero.gathered(unit), where unit is the module with the parameter (units inside it stay sharded)"
-    )
-
-
-def not_gathered_message(func: Any, spec: RowShardSpec) -> str:
-    """Return the error message for an operation on a plain tensor and a parameter that is not gathered."""
-    return (
-        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
-        f"{len(spec.rows)} of {spec.num_rows} rows. A parameter is gathered only while the forward of its unit runs. "
-        "Call model(x), not model.forward(x). Do not make a module a unit if another module reads its parameters. "
-        "Apply parametrizations before shard_model. To compute with the parameter elsewhere with gradients, such as in "
-        "a fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
-        "layerzero.unsharded or p.full_tensor()"
-    )
-
-
-def even_sharding_message(func: Any, spec: RowShardSpec) -> str:
-    """Return the error message for an operation that assumes torch's even row bounds."""
-    return (
-        f"{getattr(func, '__name__', func)} reshapes parameter {spec.name!r} as if torch had sharded it evenly, but "
-        f"this rank has {len(spec.rows)} of {spec.num_rows} rows. Apply weight_norm, spectral_norm, parametrizations "
-        "and pruning before shard_model, and do not combine it with other wrappers (FSDP). To read the full parameter, "
-        "use layerzero.unsharded or p.full_tensor()"
+def not_gathered(what: str, spec: RowShardSpec) -> RuntimeError:
+    """Return the error for an operation that mixes plain tensors with a parameter that is not gathered."""
+    return RuntimeError(
+        f"{what} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
+        f"{len(spec.rows)} of {spec.num_rows} rows, or with a tensor derived from it. A parameter is gathered only "
+        "while the forward of its unit runs. Call model(x), not model.forward(x). Do not make a module a unit if "
+        "another module reads its parameters. Apply parametrizations before shard_model. For a penalty on the "
+        "parameter, add a term of this rank's rows, so that each row counts once: loss + 0.1 * "
+        "p.to_local().square().sum(); or use the optimizer's weight_decay. To compute with the parameter elsewhere "
+        "with gradients, such as in a fused cross-entropy, use `with layerzero.gathered(module):` (units inside the "
+        "module stay sharded). To read the full parameter, use layerzero.unsharded or p.full_tensor()"
     )
 
 
@@ -79,17 +65,14 @@ def no_gradient_message(spec: RowShardSpec) -> str:
     )
 
 
-_EXPLAINED = {  # keyed by a substring of torch's error message
-    "mixed torch.Tensor and DTensor": not_gathered_message,
-    "is invalid for input of size": even_sharding_message,
-    "must match the existing size": even_sharding_message,
-}
-
-
 def named_error(error: RuntimeError, func: Any, spec: RowShardSpec) -> RuntimeError:
     """Return an error that names the parameter. Raise it instead of torch's `error`.
 
-    If there is no explanation for the message of `error`, return `error` itself.
+    If the message of `error` is none of those that sharded tensors cause, return `error` itself.
     """
-    explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
-    return error if explain is None else RuntimeError(explain(func, spec))
+    name = getattr(func, "__name__", str(func))
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return not_gathered(name, spec)
+    if "is invalid for input of size" in str(error) or "must match the existing size" in str(error):
+        return unsupported(name, spec)
+    return error

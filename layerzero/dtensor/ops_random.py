@@ -9,39 +9,31 @@ elements.
 
 ``nn.init.trunc_normal_`` draws again until all numbers are within its bounds, but each rank would check only its own
 rows. torch calls ``__torch_function__`` for the first draw inside this function, but not for the function itself.
-Therefore that call runs the complete function on the full tensor, after which all numbers are within the bounds. torch
-2.14 would then gather rows to compare them with the bounds. Therefore the draw returns a tensor that evaluates these
-comparisons without communication.
+Therefore that call runs the complete function on the full tensor, after which all numbers are within the bounds. The
+comparisons with the bounds that follow would be partial values, or gathers with torch 2.14. Therefore the draw returns
+a tensor that evaluates these comparisons without communication.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = [
-    "call_on_full",
-    "draw_full",
-    "is_drawing_function",
-    "is_drawing_operator",
-    "is_fillable_like",
-    "is_in_trunc_normal",
-]
+__all__ = ["LIKE", "call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator"]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
-_OTHERS = ("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise")
 _DRAWING = {f"aten::{name}" for name in (*_FILLS, *_MAKES)}
-_REFUSED = {f"aten::{name}{suffix}" for name in _OTHERS for suffix in ("", "_", "_functional")}
 
 # Functions that users call, as passed to __torch_function__. Other functions of torch.nn.init call these functions.
 _FILLING = {
@@ -54,7 +46,7 @@ _FUNCTIONS = {
     *(F.dropout, torch.dropout, torch.dropout_),
 }
 # Users may pass a generator to draw numbers into the results. A plain DTensor would ignore the generator on the CPU.
-_ALIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
+LIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
@@ -66,23 +58,16 @@ def is_drawing_function(func: Any, args: Any, kwargs: Any) -> bool:
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
-def is_fillable_like(func: Any) -> bool:
-    """Return whether `func` is empty_like, zeros_like, ones_like or full_like, whose results users may fill."""
-    return func in _ALIKE
-
-
 def is_drawing_operator(func: Any, spec: RowShardSpec) -> bool:
     """Return whether an operator draws one random number for each element.
 
     Raises:
         NotImplementedError: the operator draws random numbers, but not one for each element.
     """
-    name = func._schema.name
-    if name in _DRAWING:
-        return True
-    if name in _REFUSED:
-        raise NotImplementedError(_not_by_rows_message(func.__name__, spec))
-    return False
+    is_drawing = func._schema.name in _DRAWING
+    if torch.Tag.nondeterministic_seeded in func.tags and not is_drawing:
+        raise unsupported(func.__name__, spec)
+    return is_drawing
 
 
 def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -94,27 +79,28 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: the bounds passed to ``nn.init.trunc_normal_`` make it use another sampling method.
     """
     caller = sys._getframe(2)
-    if not is_in_trunc_normal(caller):
+    if caller.f_code is not _TRUNC_NORMAL.__code__:
         return draw_full(func, args, kwargs)
-    caller_locals = caller.f_locals
-    if "accept_buf" in caller_locals:
-        raise NotImplementedError(
-            "nn.init.trunc_normal_ of a parameter that layerzero has sharded is not supported for bounds that exclude "
-            "most numbers. Initialize it before shard_model, or inside layerzero.unsharded(model, writeback=True)"
-        )
+    if "accept_buf" in caller.f_locals:
+        raise unsupported("nn.init.trunc_normal_ with bounds that exclude most numbers", args[0]._local_tensor.spec)
     if func is not Tensor.normal_:  # older versions of torch transform uniform numbers element by element
         return draw_full(func, args, kwargs)
-    settings = {name: caller_locals[name] for name in ("mean", "std", "a", "b", "generator")}
-    result = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
-    return result.alias_without_redraw()
+    settings = {name: caller.f_locals[name] for name in ("mean", "std", "a", "b", "generator")}
+    drawn = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    return _WithinBounds(drawn._local_tensor, drawn._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def is_in_trunc_normal(caller: FrameType) -> bool:
-    """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
+class _WithinBounds(DTensor):
+    """Values that ``nn.init.trunc_normal_`` has drawn within its bounds. It compares them with the bounds again."""
 
-    Code in this frame may read partial values. It reads them only to check bounds, and all rows are within the bounds.
-    """
-    return caller.f_code is _TRUNC_NORMAL.__code__
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.lt, Tensor.gt):
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -133,7 +119,7 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         row_dim = getattr(rows, "row_dim", None)
         is_row_major = rows.is_contiguous() if row_dim is None else row_dim == -rows.ndim
         if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not is_row_major:  # for example transposed
-            raise NotImplementedError(_not_by_rows_message(getattr(func, "__name__", str(func)), spec))
+            raise unsupported(getattr(func, "__name__", str(func)), spec)
         rows = rows.view_as(rows)  # outside of a DTensor
         full = torch.zeros(spec.full_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
@@ -166,13 +152,4 @@ def _needs_gradient(args: Any, kwargs: Any) -> bool:
     """Return whether autograd records a call with these arguments."""
     return torch.is_grad_enabled() and any(
         leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-    )
-
-
-def _not_by_rows_message(what: str, spec: RowShardSpec) -> str:
-    return (
-        f"{what} on a tensor derived from parameter {spec.name!r} is not supported: each rank would draw the same "
-        "random numbers for different rows. Fill the parameter itself or a tensor like it (p.normal_(), "
-        "torch.rand_like(p)), or fill the full parameter inside layerzero.unsharded(model, writeback=True). Apply "
-        "parametrizations before shard_model"
     )

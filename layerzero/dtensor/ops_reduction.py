@@ -5,18 +5,16 @@
 calls ``full_tensor()``, torch all-reduces the partial values. Every rank must take part. However, ``item()``,
 ``float()`` and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value
 without an error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises an error when
-torch reads its value. The result of ``p.to_local().sum()`` is also a partial scalar. In this case the user has
-requested this rank's value and can read it. torch averages the means of the ranks, which is correct only if all ranks
-have the same number of rows. Therefore such an average raises an error, and ``p.mean()`` divides a sum by the number of
-elements.
+torch reads its value. The result of ``p.to_local().sum()`` is a plain tensor, because the user has requested this
+rank's value. torch averages the means of the ranks, which is correct only if all ranks have the same number of rows.
+Therefore such an average raises an error, and ``p.mean()`` divides a sum by the number of elements.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,15 +24,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
-from layerzero.dtensor.op_errors import not_gathered_message, row_move_message
-from layerzero.dtensor.ops_random import is_in_trunc_normal
+from layerzero.dtensor.op_errors import not_gathered, unsupported
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_uneven_collective"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "REFUSED", "PartialScalar", "neutral_result", "refuse_uneven_collective"]
 
 COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
-_LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
+_NORMS, _LARGEST = (
+    ("aten::linalg_vector_norm", "aten::_foreach_norm"),
+    ("aten::max", "aten::amax", "aten::_foreach_max"),
+)
+_SMALLEST = ("aten::min", "aten::amin")
 
 
 class PartialScalar(torch.Tensor):
@@ -57,42 +58,24 @@ class PartialScalar(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         part = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        if func._schema.name == "aten::_local_scalar_dense" and not is_in_trunc_normal(sys._getframe(1)):
+        if func._schema.name == "aten::_local_scalar_dense":
             raise RuntimeError(_partial_value_message(part))
         if func.namespace in COLLECTIVES:
             refuse_uneven_collective(func, args, part.spec)
         with torch._C._DisableTorchDispatch():
             output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
-            return tree_map_only(cls, _plain, output)
+            return tree_map_only(cls, lambda value: value.value, output)
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, part.spec, part.made_by), output)
 
-    def item(self) -> Any:
-        return _plain(self).item()
-
-    def tolist(self) -> Any:
-        return _plain(self).tolist()  # type: ignore[no-untyped-call]
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return _plain(self).detach().numpy(force=force)
-
-    def __float__(self) -> float:
-        return float(_plain(self))
-
-    def __int__(self) -> int:
-        return int(_plain(self))
-
-    def __bool__(self) -> bool:
-        return bool(_plain(self))
-
-    def __format__(self, how: str) -> str:
-        return format(_plain(self), how)
+    @property
+    def value(self) -> Tensor:
+        """This rank's value, as a plain tensor."""
+        with torch._C._DisableTorchDispatch():
+            return self.as_subclass(torch.Tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"PartialScalar({self.made_by} of {self.spec.name!r}, {_plain(self)} of this rank)"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return f"PartialScalar({self.made_by} of {self.spec.name!r}, {self.value} of this rank)"
 
 
 def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -128,22 +111,16 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     found.copy_(found_on_device)
 
 
-def _refuse_argmax(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(row_move_message("argmax or argmin", tensor._local_tensor.spec))
-
-
-def _refuse_embedding(*args: Any, **kwargs: Any) -> NoReturn:
-    table = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "_local_tensor"))
-    raise RuntimeError(not_gathered_message(F.embedding, table._local_tensor.spec))
-
-
 # Replacements for torch functions that are called with a sharded tensor, or with a list that contains one.
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_argmax),
-    **dict.fromkeys((F.embedding, torch.embedding), _refuse_embedding),  # DTensor assumes torch's own sharding
+}
+# Errors of functions for which DTensor assumes torch's own sharding.
+REFUSED: dict[Any, Callable[[str, RowShardSpec], RuntimeError]] = {
+    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), unsupported),
+    **dict.fromkeys((F.embedding, torch.embedding), not_gathered),
 }
 
 
@@ -154,41 +131,35 @@ def neutral_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     the result of all ranks. Return None for all other calls, which torch can compute.
     """
     name = func._schema.name
-    if name in ("aten::_foreach_norm", "aten::_foreach_max"):
-        if all(tensor.numel() for tensor in args[0]):
-            return None
-        neutrals = [_neutral_of_norm(*args[1:2]) if "norm" in name else _lowest(tensor.dtype) for tensor in args[0]]
-        filled = [t if t.numel() else _plain(t).new_full((1,), n) for t, n in zip(args[0], neutrals, strict=True)]
-        return func(filled, *args[1:], **kwargs)
-    if name not in ("aten::linalg_vector_norm", *_LARGEST, *_SMALLEST) or args[0].numel():
+    if name not in (*_NORMS, *_LARGEST, *_SMALLEST):
         return None
-    is_norm = name == "aten::linalg_vector_norm"
-    dims = args[2:3] if is_norm else args[1:2]
-    if dims and not (dims[0] is None or isinstance(dims[0], list)):  # the elementwise maximum, or one with indices
+    values, rest = args[0], args[1:]
+
+    def with_row(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tensor.numel():
+            return tensor
+        return torch.full(shape, _neutral(name, rest, tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+
+    if isinstance(values, (list, tuple)):
+        return func([with_row(tensor, (1,)) for tensor in values], *rest, **kwargs)
+    dims = rest[1:2] if name in _NORMS else rest[:1]
+    if values.numel() or (dims and not (dims[0] is None or isinstance(dims[0], list))):  # perhaps of two tensors
         return None
-    if dims and dims[0] and not {0, -args[0].ndim}.intersection(dims[0]):  # each row has a result of its own
+    if dims and dims[0] and not {0, -values.ndim}.intersection(dims[0]):  # each row has a result of its own
         return None
-    if is_norm:
-        neutral = _neutral_of_norm(*args[1:2])
-    else:
-        neutral = _lowest(args[0].dtype) if name in _LARGEST else _highest(args[0].dtype)
-    return func(_plain(args[0]).new_full((1, *args[0].shape[1:]), neutral), *args[1:], **kwargs)
+    return func(with_row(values, (1, *values.shape[1:])), *rest, **kwargs)
 
 
-def _neutral_of_norm(order: float = 2) -> float:
-    return math.inf if order < 0 else 0.0
-
-
-def _lowest(dtype: torch.dtype) -> float | bool:
+def _neutral(name: str, rest: Sequence[Any], dtype: torch.dtype) -> float | bool:
+    """Return the value that changes no result of a norm, minimum or maximum."""
+    if name in _NORMS:
+        return math.inf if rest and rest[0] < 0 else 0.0
+    is_smallest = name in _SMALLEST
+    if dtype is torch.bool:
+        return is_smallest
     if dtype.is_floating_point:
-        return -math.inf
-    return dtype is not torch.bool and torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> float | bool:
-    if dtype.is_floating_point:
-        return math.inf
-    return dtype is torch.bool or torch.iinfo(dtype).max
+        return math.inf if is_smallest else -math.inf
+    return torch.iinfo(dtype).max if is_smallest else torch.iinfo(dtype).min
 
 
 def refuse_uneven_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
@@ -200,14 +171,8 @@ def refuse_uneven_collective(func: Any, args: Sequence[Any], spec: RowShardSpec)
     Raises:
         NotImplementedError: the collective moves rows between ranks, or averages over rows.
     """
-    if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(row_move_message(f"an operation that uses {func.__name__}", spec))
-    if "avg" in args:
-        raise NotImplementedError(
-            f"an average over rows of a tensor derived from parameter {spec.name!r} is not supported: ranks have "
-            "unequal numbers of rows, so the mean of their means is not the mean. Divide a sum, as in "
-            "p.abs().sum() / p.numel(), or use p.mean()"
-        )
+    if not func.__name__.startswith(_KEEPS_ROWS) or "avg" in args:
+        raise unsupported(f"an operation that uses {func.__name__}", spec)
 
 
 def _partial_value_message(part: PartialScalar) -> str:
@@ -219,8 +184,3 @@ def _partial_value_message(part: PartialScalar) -> str:
         "rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    with torch._C._DisableTorchDispatch():
-        return tensor.as_subclass(torch.Tensor)

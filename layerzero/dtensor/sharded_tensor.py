@@ -11,6 +11,12 @@ error. Two classes prevent such wrong results:
 - :class:`layerzero.dtensor.local_shard.LocalShard`, its local tensor, is passed through DTensor's dispatch to every
   derived DTensor. A LocalShard raises an error for collectives that would misplace rows, and for broadcasting with a
   tensor with different row bounds.
+
+[Note: 0-dim parameters]
+A 0-dim parameter is stored on one rank, as one row with one element. Users see a DTensor of shape ``[]``. DTensor
+cannot shard a 0-dim tensor. Therefore torch computes with a tensor of shape ``[1]`` on the same memory, and results
+with one row are converted back to 0-dim tensors. Only one rank has the value. Therefore reading the value raises an
+error on all ranks, as for partial values.
 """
 
 from __future__ import annotations
@@ -20,28 +26,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.derived import set_origin
+from layerzero.dtensor.derived import call_on_sharded, is_in_place
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
-from layerzero.dtensor.local_shard import LocalShard, ToLocal, outside_dtensor, plain
+from layerzero.dtensor.local_shard import LocalShard, outside_dtensor, plain, to_local
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import (
-    even_sharding_message,
-    named_error,
-    no_gradient_message,
-    penalty_message,
-    row_move_message,
-)
+from layerzero.dtensor.op_errors import no_gradient_message, unsupported
 from layerzero.dtensor.ops_data import FUNCTION_OVERRIDES, AbsentAttribute, mark_uninitialized
-from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_fillable_like
-from layerzero.dtensor.ops_reduction import REDUCTIONS
+from layerzero.dtensor.ops_random import LIKE, call_on_full, is_drawing_function
+from layerzero.dtensor.ops_reduction import REDUCTIONS, REFUSED
 from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_scalar_conversion
 from layerzero.utils.bit_sums import digest
 
 __all__ = ["RowShardedTensor", "sharded"]
@@ -87,33 +85,28 @@ class RowShardedTensor(DTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.backward and kwargs.get("inputs") is not None:
-            kwargs = {**kwargs, "inputs": _with_gathered(kwargs["inputs"])}
         if func is torch.autograd.grad:
             return _autograd_grad(*args, **kwargs)
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
-                    return FUNCTION_OVERRIDES[func](*args)
-                if func in REDUCTIONS and args and (isinstance(args[0], (cls, list)) or func is F.embedding):
-                    return _mark_derived(REDUCTIONS[func](*args, **kwargs), args)
-                if is_drawing_function(func, args, kwargs):
-                    return call_on_full(func, args, kwargs)
-                output = func(*args, **kwargs)
-                if is_fillable_like(func):
-                    return mark_uninitialized(func, _as_row_sharded(output))
-                if func in (Tensor.clone, torch.clone):
-                    output = _as_row_sharded(output)  # so that it has full_tensor(), like the original
-                return _mark_derived(output, args)
-        except RuntimeError as error:
-            parameter = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
-            if parameter is None or (explained := named_error(error, func, parameter._local_tensor.spec)) is error:
-                raise
-            raise explained from error
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.backward:
+                inputs = kwargs.get("inputs")
+                return func(*args, **kwargs if inputs is None else {**kwargs, "inputs": _with_gathered(inputs)})
+            if func in FUNCTION_OVERRIDES and isinstance(args[0], cls):
+                return FUNCTION_OVERRIDES[func](*args)
+            if is_drawing_function(func, args, kwargs):
+                return call_on_full(func, args, kwargs)
+            if func in LIKE:
+                return mark_uninitialized(func, _as_row_sharded(func(*args, **kwargs)))
+        spec = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._local_tensor.spec
+        if func in REFUSED:
+            raise REFUSED[func](func.__name__, spec)
+        reduce = REDUCTIONS.get(func) if args and isinstance(args[0], (cls, list)) else None
+        made = call_on_sharded(reduce or func, args, kwargs, spec)
+        return _as_row_sharded(made) if func in (Tensor.clone, torch.clone) else made  # a clone has full_tensor() too
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError. Callers such as ``torch.nn.utils.parametrize`` cannot replace a sharded parameter."""
-        raise RuntimeError(even_sharding_message(Tensor.set_, self._local_tensor.spec))
+        raise unsupported("set_", self._local_tensor.spec)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this method.
@@ -159,9 +152,7 @@ class RowShardedTensor(DTensor):
         return self
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        if torch.is_grad_enabled() and grad_placements is None:
-            return ToLocal.apply(self)  # type: ignore[no-untyped-call, no-any-return]
-        return outside_dtensor(super().to_local(grad_placements=grad_placements))
+        return to_local(self, grad_placements)
 
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -186,19 +177,11 @@ class RowShardedTensor(DTensor):
         target = [] if placements is None else list(placements)
         is_replicated = len(target) == mesh.ndim and all(isinstance(placement, Replicate) for placement in target)
         if not is_replicated or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(row_move_message("redistribute", self._local_tensor.spec))
+            raise unsupported("redistribute", self._local_tensor.spec)
         return DTensor.from_local(self.full_tensor(), mesh, target, run_check=False)
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
         return sharded(rows, self._local_tensor.spec, MutationTracker())
-
-    def alias_without_redraw(self) -> RowShardedTensor:
-        """Return a detached alias for which ``lt`` and ``gt`` always return False without communication.
-
-        ``nn.init.trunc_normal_`` therefore does not draw again. See [Note: Random numbers by global row] in
-        ops_random.py.
-        """
-        return _NeverOutOfBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def detach(self) -> RowShardedTensor:
         return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -225,43 +208,31 @@ class RowShardedTensor(DTensor):
         spec = self._local_tensor.spec
         return f"sharded({spec.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {spec.rows} here)"
 
-    # Methods that would treat this rank's rows as the full tensor
-
-    def untyped_storage(self) -> NoReturn:
+    def untyped_storage(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TypeError, like the methods below. They would treat this rank's rows as the full tensor."""
+        spec = self._local_tensor.spec
         raise TypeError(
-            f"{_not_local_message(self)} to save the full tensor. torch.export and make_fx of the root or of a unit "
-            "are not supported either. Pass an unsharded copy to them"
+            f"this rank has {len(spec.rows)} of {spec.num_rows} rows of {spec.name!r}. Use p.to_local() for these rows "
+            "(p.to_local().numpy() is a read-only array of them). Call layerzero.full_state_dict(model) or "
+            "p.detach().full_tensor() on every rank to read or save the full tensor. torch.export and make_fx of the "
+            "root or of a unit are not supported either. Pass an unsharded copy to them"
         )
 
-    def storage(self) -> NoReturn:
-        self.untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError(f"{_not_local_message(self)} to read the full tensor")
-
-    def tolist(self) -> NoReturn:
-        raise TypeError(f"{_not_local_message(self)} to read the full tensor")
+    storage = numpy = tolist = untyped_storage  # type: ignore[assignment]
 
 
-def _not_local_message(tensor: RowShardedTensor) -> str:
-    spec = tensor._local_tensor.spec
-    return (
-        f"this rank has {len(spec.rows)} of {spec.num_rows} rows of {spec.name!r}. Use p.to_local() for these rows "
-        "(p.to_local().numpy() is a read-only array of them). Call layerzero.full_state_dict(model) or "
-        "p.detach().full_tensor() on every rank"
-    )
-
-
-class _NeverOutOfBounds(RowShardedTensor):
-    """Values that ``nn.init.trunc_normal_`` has drawn within its bounds; see [Note: Random numbers by global row]."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (Tensor.lt, Tensor.gt):
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        return super().__torch_function__(func, types, args, kwargs)
+# Names of torch functions that only access shapes, flags or gradients and compute no values.
+_ABOUT_ITSELF = {
+    *("size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "get_device"),
+    *("is_floating_point", "is_complex", "type", "requires_grad_", "retain_grad", "backward", "__hash__", "__len__"),
+    *("__get__", "__set__", "__delete__", "__dir__", "register_hook", "is_contiguous", "data_ptr"),
+    "register_post_accumulate_grad_hook",
+}
+_READS_VALUE = {"item", "__float__", "__int__", "__bool__", "__index__", "__format__", "__complex__", "__contains__"}
+_RESHAPES = {
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "squeeze", "unsqueeze", "atleast_1d"),
+    *("expand", "expand_as", "broadcast_to", "repeat", "tile"),
+}
 
 
 class ShardedScalar(RowShardedTensor):
@@ -272,15 +243,17 @@ class ShardedScalar(RowShardedTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in FUNCTION_OVERRIDES or is_metadata_access(func) or func is torch.autograd.grad:
+        if func in FUNCTION_OVERRIDES or func.__name__ in _ABOUT_ITSELF or func is torch.autograd.grad:
             return super().__torch_function__(func, types, args, kwargs)
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        spec = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
-        refuse_scalar_conversion(func, spec)
-        with torch._C.DisableTorchFunctionSubclass():
-            meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
-        if meets and torch.is_grad_enabled() and not spec.is_fully_local:
-            raise RuntimeError(penalty_message(spec))
+        spec = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._local_tensor.spec
+        if func.__name__ in _RESHAPES:
+            raise unsupported(func.__name__, spec)
+        if func.__name__ in _READS_VALUE and spec.mesh_info.data_parallel > 1:
+            raise RuntimeError(
+                f"the value of parameter {spec.name!r}, or of a tensor derived from it, cannot be read: only one rank "
+                "has the value of a 0-dim parameter. Call full_tensor() first, on all ranks, as in "
+                "p.full_tensor().item()"
+            )
         numbers: dict[int, ShardedScalar] = {}  # keyed by the id of the row that replaces the scalar
         rows: list[Tensor] = []
 
@@ -299,7 +272,7 @@ class ShardedScalar(RowShardedTensor):
             if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
-                raise NotImplementedError(row_move_message(func.__name__, spec))
+                raise unsupported(func.__name__, spec)
             return _RowToZeroDim.apply(made) if made.requires_grad else _from_local_shard(local, ())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
@@ -426,11 +399,3 @@ def _as_row_sharded(made: Tensor) -> Tensor:
     if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.full_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
-
-
-def _mark_derived(result: Any, args: Sequence[Any]) -> Any:
-    """Mark results that autograd derives from a parameter; see [Note: No gradient through a sharded tensor]."""
-    if type(result) not in (DTensor, tuple, list):
-        return result
-    parameter = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
-    return result if parameter is None else set_origin(result, parameter._local_tensor.spec)

@@ -103,6 +103,12 @@ OPS: dict[str, Op] = {
         for method in ("sub_", "div", "copy_", "fill_")
         for name in ("mean", "amax", "norm")
     },
+    "mean of squares": lambda p, q: p.square().mean(),
+    "mean of row sums": lambda p, q: p.flatten(1).sum(1).mean(),
+    "mean of column sums": lambda p, q: p.sum(0).mean(),
+    "mean of a transposed one": lambda p, q: p.mT.mean(),
+    "mean of a slice": lambda p, q: p[:, :1].mean(),
+    "huber_loss": F.huber_loss,
     "add_ with alpha": lambda p, q: p.add_(q, alpha=0.5),
     "addcmul_": lambda p, q: p.addcmul_(q, q, value=0.5),
     "addcdiv": lambda p, q: p.addcdiv(q, q, value=0.5),

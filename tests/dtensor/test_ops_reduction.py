@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
@@ -51,28 +50,6 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum, doubled": lambda p: 2 * p.sum(),
     "root of a sum": lambda p: p.square().sum().sqrt(),
 }
-MAYBE: dict[str, Callable[[Tensor], Tensor]] = {  # right or refused
-    "mean of squares": lambda p: p.square().mean(),
-    "mean of squares over rows": lambda p: p.square().mean(0, keepdim=True),
-    "mean of each row": lambda p: p.mean(-1),
-    "mean of row sums": lambda p: p.flatten(1).sum(1).mean(),
-    "mean of column sums": lambda p: p.sum(0).mean(),
-    "mean of column sums, kept": lambda p: p.sum(0, keepdim=True).mean(),
-    "mean of a transposed one": lambda p: p.mT.mean() if p.ndim > 1 else p.mean(),
-    "mean of a slice": lambda p: p[:, :1].mean() if p.ndim > 1 else p[:1].mean(),
-    "argmax": lambda p: p.argmax(),
-    "argmax over rows": lambda p: p.argmax(0),
-    "max over rows": lambda p: p.max(0).values,
-    "standard deviation": lambda p: p.std(),
-    "median": lambda p: p.median(),
-    "mse": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
-    "l1": lambda p: nn.functional.l1_loss(p, torch.zeros_like(p)),
-    "huber": lambda p: nn.functional.huber_loss(p, torch.zeros_like(p)),
-    "mean without NaN": lambda p: p.nanmean(),
-    "normalized": lambda p: nn.functional.normalize(p, dim=0),
-    "centered": lambda p: p - p.mean(),
-    "centered by column": lambda p: p - p.mean(0, keepdim=True),
-}
 
 
 class Few(nn.Module):
@@ -89,20 +66,7 @@ class Few(nn.Module):
         return x * sum(p.sum() for p in self.all)
 
 
-def _outcome(where: str, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`; None if it raises on a rank."""
-    try:
-        made: Any = call()
-    except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError, UserWarning) as error:
-        assert "Timed out" not in str(error) and "onnection" not in str(error), (where, error)
-        made = None
-    done = [False] * WORLD
-    dist.all_gather_object(done, made is not None)
-    return made if all(done) else None
-
-
-def _reduce(rank: int, size: int) -> set[str]:
-    refused = set()
+def _reduce(rank: int, size: int) -> None:
     model, alone = layerzero.shard_model(Few(), mesh=mesh_of(size)), Few()
     for ours, theirs in zip(model.all, alone.all, strict=True):
         for name, reduce in REDUCTIONS.items():
@@ -112,22 +76,12 @@ def _reduce(rank: int, size: int) -> set[str]:
             except NotImplementedError as error:
                 raise AssertionError(where) from error
             torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, at=where: f"{at}: {text}")
-        for name, reduce in MAYBE.items() if size == 2 else ():
-            where = f"{name} of {list(theirs.shape)} with S = {size}"
-            made = _outcome(where, lambda reduce=reduce, ours=ours: reduce(ours))
-            whole = None if made is None else _outcome(where, lambda made=made: made.full_tensor())
-            if whole is None:
-                refused.add(name)
-            else:
-                torch.testing.assert_close(whole, reduce(theirs), msg=lambda text, at=where: f"{at}: {text}")
-    return refused
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_number_of_a_whole_parameter_is_that_of_one_process(size: int) -> None:
-    for refused in run_ranks(_reduce, size, world_size=WORLD, pg_timeout=15):
-        assert size != 2 or "mse" in refused, refused
+    run_ranks(_reduce, size, world_size=WORLD, pg_timeout=15)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

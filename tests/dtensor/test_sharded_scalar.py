@@ -153,7 +153,7 @@ def test_a_temperature_is_clamped_set_and_looked_at(rank: int) -> None:
     assert (2 * model.logit_scale).shape == (model.logit_scale > 0).shape == ()
     assert model.logit_scale.mean().full_tensor().item() == 2.0
     assert (model.logit_scale * 2 + model.logit_scale).norm().full_tensor().item() == 6.0
-    with pytest.raises(ValueError, match="a rank does not have the same rows of both"):  # one row and none
+    with pytest.raises(NotImplementedError, match="logit_scale"):  # one row and none
         model.logit_scale + model.logit_bias
     with pytest.raises(NotImplementedError, match="logit_scale"):
         model.logit_scale * model.texts.linear.weight

@@ -132,12 +132,10 @@ def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(rank: int, size
     model = layerzero.shard_model(Normed(), mesh=mesh_of(size))
     with torch.no_grad():
         for name, function in MIXED.items():
-            with pytest.raises(
-                ValueError, match="parameters 'p' and 'q', but a rank does not have the same rows of both"
-            ):
+            with pytest.raises(NotImplementedError, match="is not supported for parameter 'p'"):
                 pytest.fail(f"{name} gives {function(model.p, model.q)}")
             function(model.p, model.p)
-        with pytest.raises(ValueError, match=r"linear.*, but a rank does not have the same rows of both"):
+        with pytest.raises(NotImplementedError, match=r"parameter 'linear\."):
             pytest.fail(f"{model.linear.weight}")
         together = torch.cat([model.p.to_local().flatten(), model.q.to_local().flatten()])
         assert together.numel() == model.p.to_local().numel() + model.q.to_local().numel()
