@@ -13,24 +13,12 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-__all__ = [
-    "DistributedFusedAdam",
-    "FusedAdagrad",
-    "FusedAdam",
-    "FusedLAMB",
-    "FusedMixedPrecisionLamb",
-    "FusedNovoGrad",
-    "FusedSGD",
-    "install",
-    "uninstall",
-]
 
 CHUNK = 8  # elements
 _MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # limit of one launch, by the number of lists
@@ -71,18 +59,15 @@ def launch(kernel: Callable[..., None], lists: Sequence[Sequence[Tensor]]) -> No
                 tensors_in_launch = 0 if ends else 1
 
 
-def _norms(tensors: Sequence[Tensor], order: int = 2) -> Tensor:
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of each tensor over the chunks that are launched."""
     sums = torch.zeros(len(tensors))
 
     def add(index: int, piece: Tensor) -> None:
-        if order == 0:
-            sums[index] = torch.maximum(sums[index], piece.float().abs().max())
-        else:
-            sums[index] += piece.float().square().sum()
+        sums[index] += piece.float().square().sum()
 
     launch(add, [tensors])
-    return sums if order == 0 else sums.sqrt()
+    return sums.sqrt()
 
 
 def _same_dtype(*tensors: Tensor) -> None:
@@ -94,19 +79,24 @@ class _Fused(Optimizer):
     """Common base class of the optimizers."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
+    SETTINGS: ClassVar[dict[str, Any]] = {}  # defaults of the settings of groups
+    FLAGS: ClassVar[dict[str, bool]] = {}  # defaults of the settings that are attributes
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        for name, default in self.FLAGS.items():
+            setattr(self, name, settings.pop(name, default))
+        assert settings.keys() <= self.SETTINGS.keys(), settings
+        super().__init__(params, self.SETTINGS | settings)
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for number, group in enumerate(self.param_groups):
-            self.step_group(number, group)
+        for group in self.param_groups:
+            self.step_group(group)
         return loss
 
-    def step_group(self, number: int, group: dict[str, Any]) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def by_dtype(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -131,26 +121,14 @@ class _Fused(Optimizer):
 
 class FusedAdam(_Fused):
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    SETTINGS: ClassVar = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    FLAGS: ClassVar = {"adam_w_mode": True, "capturable": False, "master_weights": False}
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        capturable: bool = False,
-        master_weights: bool = False,
-    ) -> None:
-        rate = torch.tensor(lr) if capturable else lr
-        settings = {"lr": rate, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, {**settings, "weight_decay": weight_decay})
-        self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
         # Apex makes these lists for the groups that exist at this time, not for later ones.
         self.param_groups_master = [
-            {"params": [p.detach().clone().float() if master_weights else None for p in group["params"]]}
+            {"params": [p.detach().clone().float() if self.master_weights else None for p in group["params"]]}
             for group in self.param_groups
         ]
 
@@ -186,21 +164,10 @@ class FusedAdam(_Fused):
 
 
 class FusedSGD(_Fused):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-    ) -> None:
-        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "nesterov": nesterov})
-        self.wd_after_momentum = wd_after_momentum
+    SETTINGS: ClassVar = {"lr": None, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}
+    FLAGS: ClassVar = {"wd_after_momentum": False}
 
-    def step_group(self, number: int, group: dict[str, Any]) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
         for dtype in self.dtypes:  # parameters of other dtypes are not updated
             launched = [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
             if launched:
@@ -230,18 +197,10 @@ class FusedSGD(_Fused):
 
 
 class FusedAdagrad(_Fused):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        adagrad_w_mode: bool = False,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        self.adagrad_w_mode = adagrad_w_mode
+    SETTINGS: ClassVar = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}
+    FLAGS: ClassVar = {"adagrad_w_mode": False}
 
-    def step_group(self, number: int, group: dict[str, Any]) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
         def update(_: int, gradient: Tensor, parameter: Tensor, total: Tensor) -> None:
             weight, slope = parameter.float(), gradient.float()
             if not self.adagrad_w_mode:
@@ -257,37 +216,22 @@ class FusedAdagrad(_Fused):
 
 
 class FusedLAMB(_Fused):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
-        settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(params, {**settings, **more})
-        self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
+    """LAMB without a limit on the norm of all gradients, because layerzero refuses other limits."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        parts = [_norms([p.grad for p in launched]).square().sum().sqrt() for launched in self.by_dtype(parameters)]
-        norm = torch.tensor([float(part) for part in parts]).norm()
-        limit = self.defaults["max_grad_norm"]
-        clip = float(norm / limit) if norm > limit else 1.0
-        for group in self.param_groups:
-            count = self.count(group)
-            for launched in self.by_dtype(group["params"]):
-                self._launch(group, count, launched, clip)
+    SETTINGS: ClassVar = FusedAdam.SETTINGS | {
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "grad_averaging": True,
+        "max_grad_norm": 1.0,
+    }
+    FLAGS: ClassVar = {"adam_w_mode": True, "use_nvlamb": False}
 
-    def _launch(self, group: dict[str, Any], count: int, parameters: list[Tensor], clip: float) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
+        count = self.count(group)
+        for launched in self.by_dtype(group["params"]):
+            self._launch(group, count, launched)
+
+    def _launch(self, group: dict[str, Any], count: int, parameters: list[Tensor]) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         to_first, to_second = (1 - b**count if group["bias_correction"] else 1.0 for b in (beta1, beta2))
         weight_of_new = 1 - beta1 if group["grad_averaging"] else 1.0
@@ -295,7 +239,7 @@ class FusedLAMB(_Fused):
         weights = _norms(parameters)
 
         def direction(_: int, gradient: Tensor, parameter: Tensor, first: Tensor, second: Tensor) -> None:
-            slope = gradient.float() / clip
+            slope = gradient.float()
             if not self.adam_w_mode:
                 slope = slope + decay * parameter.float()
             first.copy_(first * beta1 + weight_of_new * slope)
@@ -315,34 +259,8 @@ class FusedLAMB(_Fused):
         launch(update, [gradients, parameters])
 
 
-class FusedNovoGrad(_Fused):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def step_group(self, number: int, group: dict[str, Any]) -> None:
-        (beta1, beta2), count = group["betas"], self.count(group)
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters]
-        if "exp_avg_sq" not in group:  # indexed by position among the parameters that have a gradient
-            group["exp_avg_sq"] = torch.tensor([float(gradient.norm()) for gradient in gradients])
-        assert len(gradients) == len(group["exp_avg_sq"])
-        if not parameters:
-            return
-        group["exp_avg_sq"] = (beta2 * group["exp_avg_sq"] ** 2 + (1 - beta2) * _norms(gradients) ** 2).sqrt()
-
-        def update(index: int, gradient: Tensor, parameter: Tensor, first: Tensor) -> None:
-            first.copy_(beta1 * first + (1 - beta1) * gradient)
-            scale = float(group["exp_avg_sq"][index]) / math.sqrt(1 - beta2**count) + group["eps"]
-            parameter.sub_(group["lr"] * (first / (1 - beta1**count) / scale + group["weight_decay"] * parameter))
-
-        launch(update, [gradients, parameters, *self.kept(parameters, "exp_avg")])
+class FusedNovoGrad(FusedAdagrad):
+    """Class that layerzero refuses by its name."""
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
