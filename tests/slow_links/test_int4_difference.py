@@ -9,8 +9,6 @@ from torch import Tensor
 import layerzero
 from layerzero.slow_links.int4_difference import _AT_ONCE
 
-__all__ = ["bound"]
-
 CODEC = layerzero.Int4Difference()
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = (0, 1, 2, 7, 127, 128, 129, 1000, 2 * _AT_ONCE + 130)

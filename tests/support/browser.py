@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Browser", "open_browser", "served"]
-
 _SWITCHES = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",

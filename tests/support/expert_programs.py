@@ -15,18 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-__all__ = [
-    "CHOICES",
-    "KINDS",
-    "Expert",
-    "ExpertNet",
-    "Layer",
-    "Plain",
-    "expert_mesh_of",
-    "expert_units",
-    "experts_mesh",
-]
-
 WIDTH = 4
 EXPERTS = 3
 LAYERS = 3

@@ -17,31 +17,6 @@ import layerzero
 from tests.support.models import full_gradients
 from tests.support.ranks import mesh_of
 
-__all__ = [
-    "IN_FLIGHT",
-    "MODES",
-    "SIZE",
-    "WIDTH",
-    "WORLD",
-    "Block",
-    "Case",
-    "Chain",
-    "assert_same_gradients",
-    "batch",
-    "blocks",
-    "compare",
-    "freeze",
-    "join",
-    "loss_of",
-    "message_of",
-    "one_pass",
-    "run_script",
-    "sgd",
-    "shard",
-    "train_step",
-    "trained",
-]
-
 WORLD, SIZE, WIDTH = 4, 2, 6
 
 

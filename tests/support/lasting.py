@@ -16,8 +16,6 @@ from torch import Tensor
 from tests.support.monkey import OPERATIONS, Setting, _Monkey
 from tests.support.ranks import run_ranks
 
-__all__ = ["Held", "growth", "held_over"]
-
 _KEPT = 2  # checkpoints that later operations may load
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tests.support import wrapped_gloo
 
-__all__ = ["NAME", "register"]
-
 NAME = "late"
 
 

@@ -39,8 +39,6 @@ from layerzero.device.buffer_pools import DeviceBufferPool
 from layerzero.device.streams import DeviceStream, _DeviceEvents
 from tests.support import wrapped_gloo
 
-__all__ = ["NAME", "Device", "DeviceCopies", "register"]
-
 NAME = "device"
 _MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.rank_traits", "engine.scheduler")
 _MOST_LATE = 2e-3  # seconds

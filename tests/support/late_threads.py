@@ -17,8 +17,6 @@ from layerzero.comm.collectives import PendingReduction
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import ThreadStream
 
-__all__ = ["late_reductions", "late_threads"]
-
 _MOST_LATE = 3e-3  # seconds
 
 

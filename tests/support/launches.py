@@ -8,8 +8,6 @@ from torch import nn
 
 from layerzero.extend import PendingCollective, StepObserver, attach
 
-__all__ = ["Event", "Launches", "by_communicator", "launches_of"]
-
 
 class Event(NamedTuple):
     """Event of a step. `kind` is "launched", "done", "begun" or "ended"; a part of a step has a phase."""

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["logged"]
-
 
 @contextmanager
 def logged() -> Iterator[list[str]]:

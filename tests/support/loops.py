@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Samples", "assert_like", "forget_accelerators", "launched", "launched_program"]
-
 
 def forget_accelerators() -> None:
     """Reset Accelerate's process-wide state, because one rank process runs many tests."""

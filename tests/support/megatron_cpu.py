@@ -16,8 +16,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-__all__ = ["cpu_instead_of_cuda"]
-
 
 @contextlib.contextmanager
 def cpu_instead_of_cuda() -> Iterator[None]:

@@ -29,8 +29,6 @@ import torch
 
 from tests.support.megatron_cpu import cpu_instead_of_cuda
 
-__all__ = ["ARGUMENTS", "CHECKOUT", "NEEDS_CHECKOUT", "RELEASE", "Printed", "pretrain", "steps_of", "training"]
-
 try:
     RELEASE = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 except importlib.metadata.PackageNotFoundError:

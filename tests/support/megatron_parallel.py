@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["SequenceParallelNorm", "layer_spec", "on_this_rank", "sum_over_pieces"]
-
 
 def layer_spec(config: Any) -> Any:
     """Return the spec of Megatron's own layer; with context parallelism, use GatheringAttention.

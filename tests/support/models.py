@@ -21,31 +21,6 @@ from torch.optim import Optimizer
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.local_shard import plain
 
-__all__ = [
-    "GlobalScaling",
-    "IntegerNet",
-    "LayerwiseScaling",
-    "OptionalBias",
-    "SideBySide",
-    "Step",
-    "TiedTransformer",
-    "assert_close",
-    "assert_same_bits",
-    "backward",
-    "backward_alone",
-    "different",
-    "exact_sgd",
-    "full_gradients",
-    "full_parameters",
-    "in_lockstep",
-    "integer_batch",
-    "integer_loss",
-    "integer_net",
-    "train",
-    "train_alone",
-    "union",
-]
-
 Batch = tuple[Tensor, Tensor]
 
 

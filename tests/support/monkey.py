@@ -22,8 +22,6 @@ from layerzero import checkpoint
 from tests.support.models import IntegerNet, different, full_parameters, integer_batch, integer_loss, integer_net, union
 from tests.support.ranks import mesh_of, run_ranks
 
-__all__ = ["OPERATIONS", "Program", "Setting", "failure_of", "program_of", "shrunk"]
-
 Operation = tuple[str, int]  # name of the operation, seed of its random choices
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORLD = 4

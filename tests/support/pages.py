@@ -34,8 +34,6 @@ from torch import nn
 import layerzero
 from tests.support.loops import launched_program
 
-__all__ = ["PAGES", "ROOT", "Page", "Piece", "read_page", "run_page"]
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

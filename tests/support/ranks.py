@@ -37,19 +37,6 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = [
-    "BOTH",
-    "BOTH_SHARED_EXHAUSTIVE",
-    "BOTH_SHARED_SLOW",
-    "every_nth_setting",
-    "mesh_of",
-    "on_ranks",
-    "run_ranks",
-    "run_sharing",
-    "serve",
-    "stop_ranks",
-]
-
 # The default of users, which is shared memory if S > 1; and collectives.
 BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
 # The same, but the test with shared memory is a slow one.

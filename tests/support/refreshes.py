@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 import layerzero
 
-__all__ = ["BF16", "FP16", "WIDTH", "Layer", "Net", "load", "make_adamw", "make_muon", "refresh", "update"]
-
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 WIDTH = 40

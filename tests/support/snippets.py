@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "MyModel", "MyTransformer", "batch", "batches", "loss_of"]
-
 WIDTH, SAMPLES = 8, 4
 
 

@@ -60,19 +60,6 @@ with warnings.catch_warnings():  # torch warns about its own code
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
     from torchtitan.trainer import Trainer
 
-__all__ = [
-    "HEADS",
-    "LAYERS",
-    "VOCABULARY",
-    "WIDTH",
-    "NoTokenizer",
-    "RandomTokens",
-    "mixture",
-    "on_cpu",
-    "summing",
-    "tiny",
-]
-
 VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 256, 16, 64, 4, 2
 
 

@@ -16,8 +16,6 @@ from layerzero.comm.transport.shm_segment import SegmentSizes
 from layerzero.engine.hooks import get_state
 from tests.support.models import integer_net
 
-__all__ = ["SharedTransport", "numbered", "shared_transport"]
-
 
 class SharedTransport(NamedTuple):
     """Transport of all ranks, its pool of send buffers, and the model whose process groups it uses.

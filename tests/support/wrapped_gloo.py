@@ -12,8 +12,6 @@ from torch import Tensor
 
 import layerzero
 
-__all__ = ["WrappedGloo", "mesh_on", "register"]
-
 
 def register(group: type[WrappedGloo]) -> None:
     """Register a backend in this process; later calls have no effect."""
