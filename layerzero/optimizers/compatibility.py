@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex, with_preparation
+from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex
 from layerzero.optimizers.compatibility_trial import (
     TrialError,
     copy_optimizer,
@@ -25,7 +25,7 @@ from layerzero.optimizers.compatibility_trial import (
     find_row_difference,
     find_unsavable_state,
     group_kind,
-    inner_optimizers,
+    step_of_copy,
 )
 from layerzero.optimizers.wrapped_optimizer import unwrap_step
 
@@ -183,7 +183,8 @@ def _refuse_closure_or_wrapper(optimizer: Optimizer, name: str) -> None:
             f"{name}.step needs a closure, but layerzero calls the closure once and then steps the optimizer without "
             "it. Use an optimizer whose step needs no closure"
         )
-    if inner := inner_optimizers(optimizer):
+    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer) and each is not optimizer]
+    if inner:
         kind = type(inner[0]).__name__
         raise ValueError(
             f"{name} wraps another optimizer, whose parameter groups layerzero cannot access. Shard the wrapped "
@@ -213,5 +214,5 @@ def state_after_a_step(
     optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
     if state is not None:
         optimizer_copy.state[parameter] = copy.deepcopy(dict(state))
-    with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))()
+    step_of_copy(optimizer_copy)()
     return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

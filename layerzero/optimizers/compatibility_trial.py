@@ -25,9 +25,8 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
-from itertools import chain
-from types import FunctionType, GetSetDescriptorType, ModuleType, NoneType
+from functools import partial
+from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ __all__ = [
     "find_row_difference",
     "find_unsavable_state",
     "group_kind",
-    "inner_optimizers",
+    "step_of_copy",
     "steps_matrices_separately",
 ]
 
@@ -78,84 +77,47 @@ _MOST_KINDS = 16  # maximum number of kinds of groups in a trial that are distin
 _LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where parameters do not change
 _SAVABLE = (Tensor, bool, int, float, str, NoneType, torch.dtype)  # types in state and settings, in any nesting
 _Shapes = list[tuple[int, ...]]
-# Values that never change. Functions are compared by identity.
-_FROZEN = (bool, int, str, type, torch.dtype, FunctionType, property, classmethod, staticmethod, GetSetDescriptorType)
 _NOT_THE_USERS = {"gathered", "_is_param", "main_grad", "grad_added_to_main_grad"}  # attributes of sharded parameters
 # Types of resources outside of the optimizer. A copy refers to the same objects as the original.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
-_RESULTS: dict[tuple[Any, ...], Any] = {}  # results of trials, by everything that a trial depends on
 
 
 class TrialError(Exception):
     """Error that prevents a compatibility trial. The optimizer's compatibility remains unknown."""
 
 
-def _remember(trial: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a trial so that a process tries an optimizer only once with the same class, settings and attributes."""
+class _SmallParam(NamedTuple):
+    """Small parameter of a trial, or the rows of it that one simulated rank has."""
 
-    @wraps(trial)
-    def remembered(optimizer: Optimizer, device: torch.device, *args: Any) -> Any:
-        try:
-            key = (trial.__name__, type(optimizer), device, _freeze(args), _freeze(_trial_inputs(optimizer)))
-        except TypeError:
-            return trial(optimizer, device, *args)
-        if key not in _RESULTS:
-            _RESULTS[key] = trial(optimizer, device, *args)
-        return _RESULTS[key]
+    group: int  # index of the parameter's group
+    position: int  # position of the parameter in its group
+    cuts: tuple[int, ...]  # row bounds
+    start: Tensor
+    gradients: list[Tensor]  # by step
+    is_owned: bool = False  # False: each simulated rank steps its rows
 
-    return remembered
+    @property
+    def owner(self) -> int:
+        """Simulated rank that steps the parameter if it is owned. The last rank owns no parameters."""
+        return self.position % (_RANKS - 1)
 
-
-def _trial_inputs(optimizer: Optimizer) -> list[Any]:
-    """Return everything that a trial depends on: attributes, groups, kinds of parameters, and the code of the class."""
-    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "step", *HOOKS)}
-    groups = []
-    for group in optimizer.param_groups:
-        kinds = {(p.ndim, _freeze(user_attributes(p))) for p in map(current, group["params"])}
-        groups.append({**group, "params": kinds})
-    classes = [vars(kind) for kind in type(optimizer).__mro__ if kind not in Optimizer.__mro__]
-    return [attributes, groups, [{**members, "_abc_impl": None, "__annotations__": None} for members in classes]]
-
-
-def _freeze(value: Any) -> Any:
-    """Return a hashable form of a value. Equal forms mean equal values. Raise TypeError if there is no such form."""
-    if isinstance(value, Mapping):
-        return type(value), tuple((_freeze(key), _freeze(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_freeze, value))
-    if isinstance(value, Set):
-        return type(value), frozenset(map(_freeze, value))
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)  # a NaN does not equal itself
-    if value is None or isinstance(value, _FROZEN):
-        return type(value), value
-    raise TypeError(value)
-
-
-class _Data(NamedTuple):
-    cuts: list[tuple[int, ...]]  # row bounds, by parameter
-    start: list[Tensor]  # initial parameters
-    pull: list[Tensor]  # constant part of the gradient, by parameter
-    noise: list[list[Tensor]]  # varying part of the gradient, by step and parameter
-    scales: list[float]  # factor of all gradients, by step
-
-    def rows_of_rank(self, rank: int) -> _Data:
-        """Return the data restricted to the rows of one rank."""
-
-        def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-            whole = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
-            return [tensor[bounds[rank] : bounds[rank + 1]] for tensor, bounds in zip(whole, self.cuts, strict=True)]
-
-        return _Data(self.cuts, rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
+    def rows_of_rank(self, rank: int) -> _SmallParam:
+        """Return the rows of one rank, or the parameter itself if it is owned."""
+        if self.is_owned:
+            return self
+        start, *gradients = (
+            (tensor if tensor.ndim else tensor.reshape(1))[self.cuts[rank] : self.cuts[rank + 1]]
+            for tensor in (self.start, *self.gradients)
+        )
+        return self._replace(start=start, gradients=gradients)
 
 
 class _Outcome(NamedTuple):
-    parameters: list[list[Tensor]]  # by group
+    parameters: list[Tensor]
     numbers: dict[str, float]  # scalars in the optimizer, by a description of their location
-    states: list[Any]  # by parameter, over all groups
+    states: list[Any]  # by parameter
 
 
-@_remember
 def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
     """Describe how the optimizer's step on rows differs from its step on full parameters, or return None if they agree.
 
@@ -168,13 +130,15 @@ def find_row_difference(optimizer: Optimizer, device: torch.device, kind: str | 
         TrialError: copying the optimizer or stepping the copy failed.
     """
     groups = [group for group in _one_group_per_kind(optimizer) if kind in (None, group_kind(group))]
-    large: list[_Shapes] = [[_LARGE]] * len(groups)
-    trials = [(_small_shapes(optimizer, groups), _STEPS), (large, _STEPS // 2)] if groups else []
-    differences = (_try_ranks(optimizer, device, groups, shapes, steps=steps) for shapes, steps in trials)
-    return next((each for each in differences if each is not None), None)
+    if not groups:
+        return None
+    small = _make_params(device, _small_shapes(optimizer, groups))
+    difference = _try_ranks(optimizer, device, groups, small)
+    if difference is not None:
+        return difference
+    return _try_ranks(optimizer, device, groups, _make_params(device, [[_LARGE]] * len(groups), _STEPS // 2))
 
 
-@_remember
 def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
     """Describe how the step differs if owner ranks update the parameters, or return None if the results agree.
 
@@ -186,46 +150,41 @@ def find_owner_difference(optimizer: Optimizer, device: torch.device, full_param
             of dims as the optimizer's parameters.
     """
     groups = _one_group_per_kind(optimizer)
-    owned = [group_kind(group) in full_param_kinds for group in groups]
     small, fitting = _small_shapes(optimizer, groups), _small_shapes(optimizer, groups, only_fitting=True)
+
+    def difference(shapes: Sequence[_Shapes]) -> str | None:
+        parameters = [
+            each._replace(is_owned=group_kind(groups[each.group]) in full_param_kinds)
+            for each in _make_params(device, shapes)
+        ]
+        return _try_ranks(optimizer, device, groups, parameters)
+
     try:
-        return _try_ranks(optimizer, device, groups, small, owned)
+        return difference(small)
     except TrialError:
         if fitting == small:
             raise
-    return _try_ranks(optimizer, device, groups, fitting, owned)
+    return difference(fitting)
 
 
 def _try_ranks(
-    optimizer: Optimizer,
-    device: torch.device,
-    groups: Sequence[dict[str, Any]],
-    shapes: Sequence[_Shapes],
-    owned: Sequence[bool] = (),
-    steps: int = _STEPS,
+    optimizer: Optimizer, device: torch.device, groups: Sequence[dict[str, Any]], parameters: Sequence[_SmallParam]
 ) -> str | None:
-    """Describe how steps of the simulated ranks differ from steps on full parameters, or return None if they agree.
-
-    Args:
-        shapes: shapes of the parameters, by group.
-        owned: whether the group's parameters have owners, by group. If the sequence is empty, none has.
-    """
-    data, owned = [_make_data(device, each, steps) for each in shapes], owned or [False] * len(groups)
+    """Describe how steps of the simulated ranks differ from steps on full parameters, or return None if they agree."""
     with _isolated(device):
-        full = _run_full(optimizer, groups, data)
+        full = _run_full(optimizer, groups, parameters)
         try:
-            ranks = []
-            for rank in range(_RANKS):
-                parts = [each if whole else each.rows_of_rank(rank) for each, whole in zip(data, owned, strict=True)]
-                ranks.append(_run_steps(optimizer, groups, parts, owned, rank))
+            parts = [[each.rows_of_rank(rank) for each in parameters] for rank in range(_RANKS)]
+            ranks = [_run_steps(optimizer, groups, part, rank) for rank, part in enumerate(parts)]
         except Exception as error:
             text = f"it stepped small parameters, but not the parts of simulated ranks: {_error_text(error)}"
             raise TrialError(text) from error
-    difference = _compare(full, ranks, data, owned)
-    return difference if difference is not None or any(owned) else _unsavable(full, data, rows=True)
+    difference = _compare(full, ranks, parameters)
+    if difference is not None or any(each.is_owned for each in parameters):
+        return difference
+    return _unsavable(full, parameters, rows=True)
 
 
-@_remember
 def find_unsavable_state(optimizer: Optimizer, device: torch.device) -> str | None:
     """Describe a setting or an entry in the state that a checkpoint cannot contain, or return None if there is none.
 
@@ -234,29 +193,28 @@ def find_unsavable_state(optimizer: Optimizer, device: torch.device) -> str | No
     """
     groups = _one_group_per_kind(optimizer)
     shapes = _small_shapes(optimizer, groups, only_fitting=True)
-    data = [_make_data(device, each) for each in shapes]
-    large = [_make_data(device, [_LARGE] if (7, 6) in each else each, steps=2) for each in shapes]
+    small = _make_params(device, shapes)
+    large = _make_params(device, [[_LARGE] if (7, 6) in each else each for each in shapes], steps=2)
     with _isolated(device):
-        full, full_large = _run_full(optimizer, groups, data), _run_full(optimizer, groups, large)
+        full, full_large = _run_full(optimizer, groups, small), _run_full(optimizer, groups, large)
         try:
-            resumed = _run_full(optimizer, groups, data, resumes_at=_STEPS // 2)
+            resumed = _run_full(optimizer, groups, small, resumes_at=_STEPS // 2).parameters
         except TrialError:
-            resumed = full._replace(parameters=[[torch.empty(0)]])
-    problem = _unsavable(full, data, groups) or _unsavable(full_large, large)
-    trained, continued = chain.from_iterable(full.parameters), chain.from_iterable(resumed.parameters)
-    if problem is None and not all(map(torch.equal, trained, continued)):
+            resumed = [torch.empty(0)] * len(small)
+    problem = _unsavable(full, small, groups) or _unsavable(full_large, large)
+    if problem is None and not all(map(torch.equal, full.parameters, resumed)):
         return "a copy with the same state and settings continues differently, so there is state in its attributes"
     return problem
 
 
 def _unsavable(
-    full: _Outcome, data: Sequence[_Data], groups: Iterable[Mapping[str, Any]] = (), *, rows: bool = False
+    full: _Outcome, parameters: Sequence[_SmallParam], groups: Iterable[Mapping[str, Any]] = (), *, rows: bool = False
 ) -> str | None:
     """Describe an entry in a parameter's state or in `groups` that a checkpoint cannot contain, or return None.
 
     If `rows` is True, tensors must have the parameter's shape or no dims, because each rank stores only its rows.
     """
-    shapes = [start.shape for each in data for start in each.start]
+    shapes = [each.start.shape for each in parameters]
     tables = [(f"the state of a parameter of shape {list(s)}", s, t) for s, t in zip(shapes, full.states, strict=True)]
     tables += [("a parameter group", torch.Size(), {**group, "params": None}) for group in groups]
     for location, shape, values in tables:
@@ -270,7 +228,6 @@ def _unsavable(
     return None
 
 
-@_remember
 def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix in a stack separately.
 
@@ -282,16 +239,19 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
         dims: number of dims of the stack.
     """
     groups = _one_group_per_kind(optimizer)
-    data = _make_data(device, [shape for shape in _CUTS if len(shape) == dims])
-    if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
+    shapes = [shape for shape in _CUTS if len(shape) == dims]
+    if not shapes or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
-    data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
+    stacks = [
+        stack._replace(cuts=(0, len(stack.start) // 2, len(stack.start), len(stack.start)))
+        for stack in _make_params(device, [shapes] * len(groups))
+    ]
     with _isolated(device):
         try:
-            full = _run_full(optimizer, groups, [data] * len(groups))
-            parts = [[data.rows_of_rank(part)] * len(groups) for part in range(3)]
+            full = _run_full(optimizer, groups, stacks)
+            parts = [[stack.rows_of_rank(part) for stack in stacks] for part in range(3)]
             *halves, _ = [_run_steps(optimizer, groups, part, replaces_empty=False) for part in parts]
-            if _compare(full, halves, [data] * len(groups), [False] * len(groups)) is not None:
+            if _compare(full, halves, stacks) is not None:
                 return False
             return all(map(_equals_halves, full.states, *(half.states for half in halves)))
         except Exception:
@@ -315,18 +275,11 @@ def _equals_halves(stack: Any, *halves: Any) -> bool:
     return True
 
 
-def _run_full(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: Sequence[_Data], resumes_at: int | None = None
-) -> _Outcome:
+def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], *args: Any, **options: Any) -> _Outcome:
     try:
-        return _run_steps(optimizer, groups, data, resumes_at=resumes_at)
+        return _run_steps(optimizer, groups, *args, **options)
     except Exception as error:
         raise TrialError(f"stepping small parameters raised {_error_text(error)}") from error
-
-
-def _owner_of(index: int) -> int:
-    """Return the simulated rank that owns the parameter with this index. The last rank owns no parameters."""
-    return index % (_RANKS - 1)
 
 
 @contextmanager
@@ -337,12 +290,8 @@ def _isolated(device: torch.device) -> Iterator[None]:
     not compile.
     """
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    if device.type == "cpu":
-        rng = torch.random.fork_rng(devices=[])
-    else:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        rng = torch.random.fork_rng(devices=[index], device_type=device.type)
-    with eager, rng:
+    devices = [] if device.type == "cpu" else [device]
+    with eager, torch.random.fork_rng(devices, device_type=device.type):
         yield
 
 
@@ -373,17 +322,26 @@ def _small_shapes(
     return [[*with_dims, ()] if () in shapes else with_dims for shapes in fitting]
 
 
-def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]], steps: int = _STEPS) -> _Data:
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def draw(shape: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator).to(device)
-
-    start, pull = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
-    noise = [[draw(shape) * 0.1 for shape in shapes] for _ in range(steps)]
-    return _Data(
-        [_CUTS[shape] for shape in shapes], start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(steps)]
-    )
+def _make_params(device: torch.device, shapes: Sequence[_Shapes], steps: int = _STEPS) -> list[_SmallParam]:
+    """Return parameters with these shapes, by group, and their gradients: a constant direction and noise."""
+    parameters = []
+    for group, group_shapes in enumerate(shapes):
+        generator = torch.Generator().manual_seed(_SEED)
+        start, pull, *noise = (
+            [torch.randn(shape, generator=generator) for shape in group_shapes] for _ in range(steps + 2)
+        )
+        for position, shape in enumerate(group_shapes):
+            gradients = []
+            for step in range(steps):
+                varying = noise[step][position] * 0.1
+                gradient = (pull[position] + varying) * 10.0 ** ((step * 5) % 7 - 4)
+                if step % 6 == 3:
+                    gradient = gradient * (varying > 0)
+                if (step + position) % 8 == 4:
+                    gradient = torch.zeros_like(gradient)
+                gradients.append(gradient.to(device))
+            parameters.append(_SmallParam(group, position, _CUTS[shape], start[position].to(device), gradients))
+    return parameters
 
 
 def _one_group_per_kind(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -428,9 +386,8 @@ def group_kind(group: Mapping[str, Any]) -> str:
 def _run_steps(
     optimizer: Optimizer,
     groups: Sequence[dict[str, Any]],
-    data: Sequence[_Data],
-    owned: Sequence[bool] = (),
-    rank: int = 0,
+    small: Sequence[_SmallParam],
+    rank: int | None = None,
     *,
     replaces_empty: bool = True,
     resumes_at: int | None = None,
@@ -438,69 +395,56 @@ def _run_steps(
     """Step small parameters with a copy of the optimizer.
 
     Args:
-        data: parameters and gradients, by group.
-        owned: whether the group's parameters have owners, by group. Owned parameters are stepped only if `rank` owns
-            them, half of them one by one. If the sequence is empty, all parameters are stepped.
+        rank: simulated rank. It steps owned parameters only if it owns them, half of them one by one. If it is None,
+            all parameters are stepped together.
         replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
             rows].
         resumes_at: number of steps after which another copy continues with the state and the settings of the first one.
     """
-    _seed_generators(data[0].start[0].device)
-    parameters_by_group = [
-        [
-            torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
-            for start in group_data.start
-        ]
-        for group_data in data
+    _seed_generators(small[0].start.device)
+    parameters = [
+        torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
+        for start in (each.start for each in small)
     ]
-    optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
-    for number, scale in enumerate(data[0].scales):
+    optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters, small)
+    for number in range(len(small[0].gradients)):
         if number == resumes_at:
             # New parameters, because the old ones may have attributes that a checkpoint does not contain.
-            former, old = optimizer_copy, list(chain.from_iterable(parameters_by_group))
-            parameters_by_group = [[torch.nn.Parameter(p.detach()) for p in each] for each in parameters_by_group]
-            optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters_by_group)
-            new_of: dict[Any, Tensor] = dict(zip(old, chain.from_iterable(parameters_by_group), strict=True))
+            former, old = optimizer_copy, parameters
+            parameters = [torch.nn.Parameter(parameter.detach()) for parameter in old]
+            optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters, small)
+            new_of: dict[Any, Tensor] = dict(zip(old, parameters, strict=True))
             optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
             for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
                 group.update({**saved, "params": group["params"]})
-        for parameters, group_data in zip(parameters_by_group, data, strict=True):
-            _set_gradients(parameters, group_data, number, scale)
-        if any(owned):
-            addon("muon").step_param_by_param(
-                optimizer_copy, step, _defer_owned_turns(optimizer_copy, parameters_by_group, owned, rank)
-            )
+        for parameter, each in zip(parameters, small, strict=True):
+            gradient = each.gradients[number]
+            is_placeholder = parameter.shape != gradient.shape
+            parameter.grad = torch.zeros_like(parameter) if is_placeholder else gradient.clone()
+        if rank is not None and any(each.is_owned for each in small):
+            turns = _defer_owned_turns(optimizer_copy, parameters, small, rank)
+            addon("muon").step_param_by_param(optimizer_copy, step, turns)
         else:
             step()
-    states = [optimizer_copy.state.get(parameter, {}) for parameters in parameters_by_group for parameter in parameters]
+    states = [optimizer_copy.state.get(parameter, {}) for parameter in parameters]
     trained = [
-        [
-            parameter.detach() if start.numel() else start
-            for parameter, start in zip(parameters, group_data.start, strict=True)
-        ]
-        for parameters, group_data in zip(parameters_by_group, data, strict=True)
+        parameter.detach() if each.start.numel() else each.start
+        for parameter, each in zip(parameters, small, strict=True)
     ]
-    return _Outcome(trained, dict(_numbers(optimizer_copy, parameters_by_group, trained)), states)
-
-
-def _set_gradients(parameters: Sequence[Tensor], data: _Data, number: int, scale: float) -> None:
-    """Set the gradients of the parameters of a group for the step `number`."""
-    for index, parameter in enumerate(parameters):
-        noise = data.noise[number][index]
-        gradient = (data.pull[index] + noise) * scale
-        if parameter.shape != gradient.shape:  # a placeholder
-            parameter.grad = torch.zeros_like(parameter)
-            continue
-        if number % 6 == 3:
-            gradient = gradient * (noise > 0)
-        parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
+    return _Outcome(trained, _numbers(optimizer_copy, parameters, small), states)
 
 
 def _copy_for_trial(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], parameters_by_group: Sequence[Sequence[Tensor]]
+    optimizer: Optimizer,
+    groups: Sequence[dict[str, Any]],
+    parameters: Sequence[Tensor],
+    small: Sequence[_SmallParam],
 ) -> tuple[Optimizer, Callable[[], Any]]:
     """Return a copy of the optimizer in training mode, and a function that steps it."""
-    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, parameters_by_group, strict=True)))
+    pairs: list[tuple[dict[str, Any], list[Tensor]]] = [(group, []) for group in groups]
+    for parameter, each in zip(parameters, small, strict=True):
+        pairs[each.group][1].append(parameter)
+    optimizer_copy = copy_optimizer(optimizer, pairs)
     for group in optimizer_copy.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
@@ -509,12 +453,11 @@ def _copy_for_trial(
             group["lr"] = max(float(rate), _LEAST_RATE)
     if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
         begin()
-    step = partial(unwrap_step(type(optimizer_copy).step), optimizer_copy)
-    return optimizer_copy, with_preparation(optimizer_copy, step)
+    return optimizer_copy, step_of_copy(optimizer_copy)
 
 
 def _defer_owned_turns(
-    optimizer_copy: Optimizer, parameters_by_group: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
+    optimizer_copy: Optimizer, parameters: Sequence[Tensor], small: Sequence[_SmallParam], rank: int
 ) -> Iterable[_Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
@@ -522,13 +465,12 @@ def _defer_owned_turns(
         Turns that step this half of the parameters one by one, with the removed gradients.
     """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
-    for group, parameters, is_owned in zip(optimizer_copy.param_groups, parameters_by_group, owned, strict=True):
-        for index, parameter in enumerate(parameters):
-            is_owned_here, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
-            if is_owned and is_owned_here and is_later:
-                later.append((group, parameter, parameter.grad))
-            if is_owned and (is_later or not is_owned_here):
-                parameter.grad = None
+    for parameter, each in zip(parameters, small, strict=True):
+        is_later = each.position // (_RANKS - 1) % 2 == 0
+        if each.is_owned and each.owner == rank and is_later:
+            later.append((optimizer_copy.param_groups[each.group], parameter, parameter.grad))
+        if each.is_owned and (is_later or each.owner != rank):
+            parameter.grad = None
 
     def turns() -> Iterator[_Turn]:
         for group, parameter, gradient in later:
@@ -539,59 +481,57 @@ def _defer_owned_turns(
     return turns()
 
 
-def _numbers(
-    optimizer_copy: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[str, float]]:
-    """Yield the scalars in a copy's attributes, groups and state, with descriptions of their locations."""
+def _numbers(optimizer_copy: Optimizer, parameters: Sequence[Tensor], small: Sequence[_SmallParam]) -> dict[str, float]:
+    """Return the scalars in a copy's attributes, groups and state, by a description of their location."""
     shared = {key: value for key, value in optimizer_copy.state.items() if not isinstance(key, Tensor)}
     tables: list[tuple[str, Mapping[Any, Any], torch.Size | None]]
     tables = [("an attribute", vars(optimizer_copy), None), ("the shared state", shared, None)]
-    groups = zip(optimizer_copy.param_groups, parameters, trained, strict=True)
-    for position, (group, group_parameters, rows) in enumerate(groups):
-        tables.append((f"parameter group {position}", group, None))
-        for index, parameter in enumerate(group_parameters):
-            values = optimizer_copy.state.get(parameter)
-            if isinstance(values, Mapping) and rows[index].numel():
-                tables.append((f"the state of parameter {index} of group {position}", values, parameter.shape))
+    tables += [(f"parameter group {number}", group, None) for number, group in enumerate(optimizer_copy.param_groups)]
+    for parameter, each in zip(parameters, small, strict=True):
+        values = optimizer_copy.state.get(parameter)
+        if isinstance(values, Mapping) and each.start.numel():
+            location = f"the state of parameter {each.position} of group {each.group}"
+            tables.append((location, values, parameter.shape))
+    numbers = {}
     for location, table, shape in tables:
         for key, value in table.items():
-            if isinstance(value, float):
-                yield f"{key!r} in {location}", value
-            elif (
-                isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.shape != shape
-            ):
-                yield f"{key!r} in {location}", value.item()
+            is_scalar = isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1
+            if isinstance(value, float) or (is_scalar and value.shape != shape):
+                numbers[f"{key!r} in {location}"] = float(value)
+    return numbers
 
 
-def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: Sequence[_Data], owned: Sequence[bool]) -> str | None:
+def _compare(full: _Outcome, ranks: Sequence[_Outcome], small: Sequence[_SmallParam]) -> str | None:
     has_changed = False
-    for group_index, parameters in enumerate(full.parameters):
-        for index, parameter in enumerate(parameters):
-            if owned[group_index]:
-                joined = ranks[_owner_of(index)].parameters[group_index][index]
-            else:
-                joined = torch.cat([rank.parameters[group_index][index] for rank in ranks])
-            if not (parameter.isfinite().all() and joined.isfinite().all()):
-                raise TrialError("stepping small parameters made them NaN or infinite")
-            change = (parameter - data[group_index].start[index]).abs()
-            has_changed = has_changed or bool(change.any())
-            # The tolerance is relative to the element's change, plus the fp32 rounding error of one addition per step.
-            allowed = 5e-4 * change + 1e-4 * change.mean() + _STEPS * 2.0**-24 * parameter.abs()
-            if bool(((parameter - joined).abs() > allowed).any()):
-                kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
-                if owned[group_index]:
-                    return f"{kind} got different updates when it was stepped without the other parameters"
-                return f"{kind} got different updates when it was split into rows"
-    noun = "parameters" if any(owned) else "rows"
+    for index, (each, parameter) in enumerate(zip(small, full.parameters, strict=True)):
+        if each.is_owned:
+            joined = ranks[each.owner].parameters[index]
+        else:
+            joined = torch.cat([rank.parameters[index] for rank in ranks])
+        if not (parameter.isfinite().all() and joined.isfinite().all()):
+            raise TrialError("stepping small parameters made them NaN or infinite")
+        change = (parameter - each.start).abs()
+        has_changed = has_changed or bool(change.any())
+        # The tolerance is relative to the element's change, plus the fp32 rounding error of one addition per step.
+        allowed = 5e-4 * change + 1e-4 * change.mean() + _STEPS * 2.0**-24 * parameter.abs()
+        if bool(((parameter - joined).abs() > allowed).any()):
+            kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
+            way = "stepped without the other parameters" if each.is_owned else "split into rows"
+            return f"{kind} got different updates when it was {way}"
+    noun = "parameters" if any(each.is_owned for each in small) else "rows"
     for name, value in full.numbers.items():
-        for rank in ranks:
-            rank_value = rank.numbers.get(name, value)
+        for rank_value in (rank.numbers.get(name, value) for rank in ranks):
             both_nan = math.isnan(value) and math.isnan(rank_value)
             if not (both_nan or math.isclose(value, rank_value, rel_tol=1e-4, abs_tol=1e-12)):
                 return f"{name} depends on the {noun} that are stepped ({value:.6g} for all, {rank_value:.6g} for some)"
     if not has_changed:
         raise TrialError(f"{_STEPS} steps on small parameters did not change them")
     return None
+
+
+def step_of_copy(optimizer_copy: Optimizer) -> Callable[[], Any]:
+    """Return a function that steps a copy of an optimizer without torch's global hooks."""
+    return with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))
 
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
@@ -615,34 +555,33 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     memo: dict[int, Any] = {id(optimizer.state): state}
     all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
-    new_groups = []
     for settings, parameters in groups:
-        old_parameters = list(settings["params"])
+        old_parameters = settings["params"]
         for index, old in enumerate(old_parameters):
             alike = [parameter for parameter in parameters if _row_ndim(parameter) == _row_ndim(old)] or parameters
             memo[id(old)] = alike[index % len(alike)]
         examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
+        with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
         for parameter in parameters:
             _copy_user_attributes(examples.get(_row_ndim(parameter), next(iter(examples.values()))), parameter)
-        memo[id(settings["params"])] = list(parameters)
-        parameter_with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
-        if parameter_with_state is not None:
-            for parameter in parameters:
-                values = optimizer.state[parameter_with_state].items()
-                state[parameter] = {
-                    key: _convert_value(value, parameter_with_state, parameter) for key, value in values
-                }
-        new_groups.append((settings, list(parameters)))
+            if with_state is not None:
+                values = optimizer.state[with_state].items()
+                state[parameter] = {key: _convert_value(value, with_state, parameter) for key, value in values}
+        memo[id(old_parameters)] = list(parameters)
     # Other attributes may also refer to parameters. These references must not become copies of the parameters.
     for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
     ids = {id(old): memo[id(old)] for old in all_parameters}
     memo[id(optimizer.param_groups)] = [
-        {**{key: _copy_value(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
-        for settings, parameters in new_groups
+        {key: list(parameters) if key == "params" else _copy_value(value, memo) for key, value in settings.items()}
+        for settings, parameters in groups
     ]
-    optimizer_copy: Optimizer = _create_blank(optimizer, memo)
-    _copy_attributes(optimizer_copy, optimizer, memo)
+    memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key in HOOKS:
+            vars(optimizer_copy)[key] = OrderedDict()
+        elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
+            vars(optimizer_copy)[key] = _copy_value(value, memo)
     for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
         replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
     return optimizer_copy
@@ -661,32 +600,6 @@ def _row_ndim(parameter: Tensor) -> int:
 def user_attributes(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes that the user has set on a parameter."""
     return {name: value for name, value in vars(parameter).items() if name not in _NOT_THE_USERS}
-
-
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in the attributes of `optimizer`, which may be a wrapper."""
-    optimizers = []
-    for value in vars(optimizer).values():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        optimizers += [each for each in values if isinstance(each, Optimizer) and each is not optimizer]
-    return optimizers
-
-
-def _create_blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
-    return optimizer_copy
-
-
-def _copy_attributes(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
-    for inner in inner_optimizers(optimizer):
-        if id(inner) not in memo:
-            memo.setdefault(id(inner.state), defaultdict(dict))
-            _copy_attributes(_create_blank(inner, memo), inner, memo)
-    for key, value in vars(optimizer).items():
-        if key in HOOKS:
-            vars(optimizer_copy)[key] = OrderedDict()
-        elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
-            vars(optimizer_copy)[key] = _copy_value(value, memo)
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
