@@ -61,16 +61,8 @@ def adamw(
         optimizer = layerzero.shard_optimizer(optimizer, model)
     """
     settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    rare = {"amsgrad": amsgrad, "maximize": maximize}
-    return _build_optimizer(
-        params,
-        name="AdamW",
-        torch_class=torch.optim.AdamW,
-        apex_name="FusedAdam",
-        apex_settings={**settings, "adam_w_mode": True, "bias_correction": True},
-        settings=settings,
-        rare=rare,
-    )
+    torch_only = {"amsgrad": amsgrad, "maximize": maximize}
+    return _build_optimizer(params, torch.optim.AdamW, "FusedAdam", settings, torch_only)
 
 
 def sgd(
@@ -104,15 +96,8 @@ def sgd(
         optimizer = layerzero.optimizers.sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     """
     settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-    return _build_optimizer(
-        params,
-        name="SGD",
-        torch_class=SGD,
-        apex_name="FusedSGD",
-        apex_settings=settings,
-        settings=settings,
-        rare={"dampening": dampening, "maximize": maximize},
-    )
+    torch_only = {"dampening": dampening, "maximize": maximize}
+    return _build_optimizer(params, SGD, "FusedSGD", settings, torch_only)
 
 
 def implementation(optimizer: Optimizer) -> str:
@@ -149,52 +134,46 @@ def implementation(optimizer: Optimizer) -> str:
 
 def _build_optimizer(
     params: Params,
-    *,
-    name: str,
     torch_class: Callable[..., Optimizer],
     apex_name: str,
-    apex_settings: Mapping[str, Any],
     settings: Mapping[str, Any],
-    rare: Mapping[str, Any],
+    torch_only: Mapping[str, Any],
 ) -> Optimizer:
-    """Build the optimizer and log the chosen implementation. Apex does not support the settings in `rare`."""
+    """Build the optimizer and log the chosen implementation. Apex does not support the settings in `torch_only`."""
     groups = Optimizer(params, {}).param_groups  # torch converts iterators to lists
     tensors = [parameter for group in groups for parameter in group["params"]]
-    devices = sorted({_device_type(tensor) for tensor in tensors})
+    devices = sorted({default_device_type() if tensor.is_meta else tensor.device.type for tensor in tensors})
     device_names = " and ".join(devices)
-    kind, reason = _find_apex(apex_name, groups, tensors, rare)
-    optimizer: Optimizer
-    if kind is not None:
-        optimizer = kind(groups, **apex_settings)
-        _log.info("%s on %s: NVIDIA Apex's %s", name, device_names, apex_name)
-        return optimizer
+    apex = _find_apex(apex_name, groups, tensors, torch_only)
+    if not isinstance(apex, str):
+        _log.info("%s on %s: NVIDIA Apex's %s", torch_class.__name__, device_names, apex_name)
+        return apex(groups, **settings)
     fused = all(device in _get_fused_kernels_supported_devices() for device in devices)
     fused = fused and all(tensor.is_floating_point() for tensor in tensors)
-    optimizer = torch_class(groups, **settings, **rare, fused=fused, foreach=not fused)
-    _log.info("%s on %s: torch's %s kernels, %s", name, device_names, "fused" if fused else "foreach", reason)
+    optimizer = torch_class(groups, **settings, **torch_only, fused=fused, foreach=not fused)
+    kernels = "fused" if fused else "foreach"
+    _log.info("%s on %s: torch's %s kernels, because %s", torch_class.__name__, device_names, kernels, apex)
     return optimizer
 
 
 def _find_apex(
-    name: str, groups: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], rare: Mapping[str, Any]
-) -> tuple[type[Optimizer] | None, str]:
-    """Return (Apex class, ""), or (None, reason) if the class cannot be used."""
+    name: str, groups: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], torch_only: Mapping[str, Any]
+) -> Callable[..., Optimizer] | str:
+    """Return the Apex class, or the reason why it cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
-        return None, "because NVIDIA Apex needs all parameters on CUDA"
+        return "NVIDIA Apex needs all parameters on CUDA"
     supported = DTYPES[name]
     if not all(tensor.dtype in supported for tensor in tensors):
-        return None, (
-            f"because NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in supported)}"
-        )
-    if unsupported := sorted({key for group in (rare, *groups) for key in rare if group.get(key)}):
-        return None, f"because NVIDIA Apex does not support {', '.join(unsupported)}"
+        return f"NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in supported)}"
+    if unsupported := sorted({key for group in (torch_only, *groups) for key in torch_only if group.get(key)}):
+        return f"NVIDIA Apex does not support {', '.join(unsupported)}"
     try:
         # Import the extension first. The package named apex on PyPI is a different project and must not be imported.
         importlib.import_module("amp_C")
-        kind = getattr(importlib.import_module("apex.optimizers"), name)
+        kind: Callable[..., Optimizer] = getattr(importlib.import_module("apex.optimizers"), name)
     except (ImportError, AttributeError, OSError) as error:
-        return None, f"because NVIDIA Apex was not found ({error})"
-    return kind, ""
+        return f"NVIDIA Apex was not found ({error})"
+    return kind
 
 
 class SGD(torch.optim.SGD):  # has the same name as torch's class, because checkpoints store the name
@@ -212,7 +191,3 @@ class SGD(torch.optim.SGD):  # has the same name as torch's class, because check
                 if momenta[index] is None:
                     momenta[index] = momentum_before_first(group, parameter, gradient)
         return sparse
-
-
-def _device_type(tensor: Tensor) -> str:
-    return default_device_type() if tensor.is_meta else tensor.device.type

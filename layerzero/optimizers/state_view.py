@@ -10,18 +10,36 @@ has owned parameters.
 from __future__ import annotations
 
 import operator
+from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.engine.managed_param import ManagedParam, ParamRegistry
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.managed_param import ParamRegistry
+from layerzero.optimizers.listed_params import ListedParam, ListedParams
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
-from layerzero.optimizers.wrapped_optimizer import MasterKeyedState
 
-__all__ = ["ParamKeyedState"]
+__all__ = ["MasterKeyedState", "ParamKeyedState"]
+
+
+class MasterKeyedState(defaultdict[Any, Any]):
+    """State of the inner optimizer, keyed by master.
+
+    A lookup by sharded parameter raises RuntimeError. A plain defaultdict would silently create an empty state.
+    """
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, RowShardedTensor):
+            raise RuntimeError(
+                "a sharded parameter was looked up in the state of the optimizer that was passed to shard_optimizer, "
+                "but this state is no longer keyed by sharded parameters. Use the optimizer that shard_optimizer "
+                "returned"
+            )
+        return super().__missing__(key)
 
 
 class ParamKeyedState(MutableMapping[Any, Any]):
@@ -32,8 +50,8 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     Args:
         inner: the wrapped optimizer.
-        members: managed parameters, by id of the sharded parameter. None: a parameter that is not sharded.
-        parameters: managed parameters of the model.
+        params: parameters of the optimizer.
+        registry: managed parameters of the model.
         update_rule: has the parameters that owners update in full.
         new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
@@ -41,14 +59,14 @@ class ParamKeyedState(MutableMapping[Any, Any]):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        members: Mapping[int, ManagedParam | None],
-        parameters: ParamRegistry,
+        params: ListedParams,
+        registry: ParamRegistry,
         update_rule: UpdateRule,
         new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
-        self._members = members
-        self._parameters = parameters
+        self._params = params
+        self._registry = registry
         self._update_rule = update_rule
         self._new = new
         self._received: Mapping[str, Any] | None = None  # states of owned parameters, until the state changes
@@ -58,7 +76,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         """State of the inner optimizer. If a new state was assigned to the inner optimizer, it is keyed by master."""
         if not isinstance(self._inner.state, MasterKeyedState):
             assigned = self._inner.state
-            self._inner.state = MasterKeyedState({}, type(self._inner).__name__)
+            self._inner.state = MasterKeyedState(dict)
             self.replace(assigned)
         return self._inner.state  # type: ignore[return-value]
 
@@ -73,13 +91,11 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         """Communicate the states of owned parameters again at the next access. All ranks must call this method."""
         self._received = None
 
-    def stored_by_param(self) -> Iterator[tuple[Tensor, Any]]:
+    def stored_by_param(self) -> Iterator[tuple[ListedParam, Any]]:
         """Yield the parameters that have state on this rank, and their state with local rows."""
-        stored = self.stored
-        for group in self._inner.param_groups:
-            for parameter in group["params"]:
-                if values := stored.get(self._key_of(parameter)):  # a lookup may have created an empty dict
-                    yield parameter, values
+        for each in self._params:
+            if values := self.stored.get(each.master):  # a lookup may have created an empty dict
+                yield each, values
 
     def __getitem__(self, key: Any) -> Any:
         master, holder = self._key_of(key), self.holder_of(key)
@@ -96,7 +112,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, values: Any) -> None:
         master, holder = self._key_of(key), self.holder_of(key)
-        values = to_stored_value("", values.stored if isinstance(values, _StateValues) else values, holder)
+        values = to_stored_value("", values.data if isinstance(values, _StateValues) else values, holder)
         self.forget_owners()
         if not isinstance(holder, FullParam) or holder.is_owned_by_this_rank:
             self.stored[master] = values
@@ -111,10 +127,11 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         holder = self.holder_of(key)  # type: ignore[arg-type]
         if isinstance(holder, FullParam):
             return holder.member.name in self._owned_elsewhere()
-        return (self._key_of(key) if id(key) in self._members else key) in self.stored or id(key) in self._new
+        listed = self._params.get(key)
+        return (key if listed is None else listed.master) in self.stored or id(key) in self._new
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (p for group in self._inner.param_groups for p in group["params"] if p in self)
+        yield from (each.parameter for each in self._params if each.parameter in self)
         yield from (key for key in self.stored if not isinstance(key, Tensor))
 
     def __len__(self) -> int:
@@ -145,11 +162,10 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         """Return the key of the inner optimizer's state: the master of a parameter, or another key itself."""
         if not isinstance(key, Tensor):
             return key
-        if id(key) in self._members:
-            member = self._members[id(key)]
-            return key if member is None else member.master_param
-        member = self._parameters.managed_param(key)
-        if member is None or key is not member.master_param or id(member.sharded) not in self._members:
+        if (listed := self._params.get(key)) is not None:
+            return listed.master
+        member = self._registry.managed_param(key)  # a master, as in a state that the inner optimizer assigned
+        if member is None or key is not member.master_param or self._params.get(member.sharded) is None:
             raise KeyError(
                 f"the optimizer has no parameter that is this tensor of shape {list(key.shape)}. Use a parameter that "
                 "optimizer.param_groups lists"
@@ -158,7 +174,8 @@ class ParamKeyedState(MutableMapping[Any, Any]):
 
     def holder_of(self, key: object) -> Holder:
         """Return the :data:`Holder` of the state under a key."""
-        return self._update_rule.owned.get(id(key)) or self._members.get(id(key))
+        listed = self._params.get(key)
+        return None if listed is None else self._update_rule.owned.get(id(key)) or listed.member
 
     def _owned_elsewhere(self) -> Mapping[str, Any]:
         """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
@@ -172,7 +189,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         return self._received
 
 
-class _StateValues(MutableMapping[str, Any]):
+class _StateValues(UserDict[str, Any]):
     """View of one parameter's state. It shows local rows as sharded tensors, and stores sharded tensors as local rows.
 
     Args:
@@ -182,32 +199,23 @@ class _StateValues(MutableMapping[str, Any]):
     """
 
     def __init__(self, stored: MutableMapping[str, Any], holder: Holder = None) -> None:
-        self.stored = stored
+        self.data = stored  # type: ignore[assignment]  # not a copy
         self._holder = holder
 
     def __getitem__(self, key: str) -> Any:
-        return _show(self.stored[key], self._holder)
+        return _show(self.data[key], self._holder)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.stored[key] = to_stored_value(key, value, self._holder)
-
-    def __delitem__(self, key: str) -> None:
-        del self.stored[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.stored
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
+        self.data[key] = to_stored_value(key, value, self._holder)
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def __reduce__(self) -> Any:  # copies and pickles are plain dicts
         return dict, (dict(self),)
+
+    def __copy__(self) -> Any:
+        return dict(self)
 
 
 def _show(value: Any, holder: Holder) -> Any:

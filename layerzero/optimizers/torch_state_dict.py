@@ -127,7 +127,7 @@ def to_optimizer_names(
     state_dict: Mapping[str, Any],
     own: Sequence[Sequence[str]],
     model: nn.Module,
-    given: Mapping[str, str] | None = None,
+    given: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return a state dict in which each parameter has the name that the optimizer uses.
 
@@ -145,7 +145,7 @@ def to_optimizer_names(
     groups = state_dict["param_groups"]
     rename: dict[Any, str] = _aliases(model, {name for names in own for name in names})
     if any(isinstance(key, int) for group in groups for key in group["params"]):
-        rename = _names_of_numbers(groups, own, {**rename, **(given or {})})
+        rename = _names_of_numbers(groups, own, {**rename, **given})
     return {
         **state_dict,
         "state": {rename.get(key, key): values for key, values in state_dict.get("state", {}).items()},

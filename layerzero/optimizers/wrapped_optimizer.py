@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, ModuleType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,17 +26,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.dtensor.local_shard import LocalShard, plain
-from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
 __all__ = [
     "HOOKS",
-    "MasterKeyedState",
     "WriteDetector",
     "record_writes",
     "reduced_grad_rows",
-    "refuse_mixed_dtensors",
     "replace_params",
-    "require_unedited",
     "step_without_global_hooks",
     "unwrap_step",
 ]
@@ -99,81 +95,6 @@ _MIXED = (
     "parameters (plain tensors inside layerzero) and DTensors of another framework. Move the DTensors that "
     "ignored_params contains to a separate parameter group, or to a separate optimizer whose step() you call yourself"
 )
-
-
-def refuse_mixed_dtensors(
-    inner: Optimizer, group: Mapping[str, Any], ignored: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> None:
-    """Raise ValueError if one foreach or fused call would update both plain tensors and DTensors.
-
-    Args:
-        inner: optimizer to which the group is added.
-        group: settings of the group that override the defaults of `inner`.
-        ignored: parameters in the group that layerzero does not shard.
-        parameters: all parameters in the group.
-    """
-    foreign = sum(isinstance(parameter, DTensor) for parameter in ignored)
-    settings = {**inner.defaults, **group}
-    if 0 < foreign < len(parameters) and (settings.get("foreach") or settings.get("fused")):
-        raise ValueError(_MIXED.format(name=type(inner).__name__))
-
-
-def require_unedited(
-    groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
-) -> None:
-    """Raise RuntimeError if `groups` or their parameter lists were changed without using the wrapper.
-
-    Args:
-        groups: parameter groups of the wrapper.
-        inner: parameter groups of the inner optimizer, which must be the same list.
-        known: for each group, the parameters that were added through the wrapper.
-    """
-    if groups is not inner:
-        raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
-    if len(groups) != len(known):
-        raise RuntimeError(
-            f"there are {len(groups)} parameter groups, but only {len(known)} were added through layerzero. {_WAY_OUT}"
-        )
-    for index, (group, parameters) in enumerate(zip(groups, known, strict=True)):
-        now = group["params"]
-        if len(now) != len(parameters) or any(a is not b for a, b in zip(now, parameters, strict=True)):
-            raise RuntimeError(
-                f"the parameters of group {index} were changed from {_format_shapes(parameters)} to "
-                f"{_format_shapes(now)}. {_WAY_OUT}"
-            )
-
-
-_WAY_OUT = (
-    "layerzero cannot apply edits of param_groups after shard_optimizer. Undo the edit. To add parameters, call "
-    "optimizer.add_param_group(...). To stop training some parameters, call parameter.requires_grad_(False) on all "
-    "ranks. Otherwise build a new optimizer and call shard_optimizer on it"
-)
-
-
-def _format_shapes(parameters: Sequence[Tensor]) -> str:
-    listed = ", ".join(str(list(parameter.shape)) for parameter in parameters[:4])
-    return f"{len(parameters)} of shapes {listed}{', ...' if len(parameters) > 4 else ''}"
-
-
-class MasterKeyedState(defaultdict[Tensor, Any]):
-    """State of the inner optimizer, keyed by master.
-
-    A lookup by sharded parameter raises RuntimeError. A plain defaultdict would silently create an empty state.
-    """
-
-    def __init__(self, former: Mapping[Any, Any], optimizer: str) -> None:
-        """Copy the entries of `former` whose keys are not parameters. `optimizer` is the class name, for messages."""
-        self._optimizer = optimizer
-        super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
-
-    def __missing__(self, key: Tensor) -> Any:
-        if isinstance(key, RowShardedTensor):
-            raise RuntimeError(
-                f"a sharded parameter was looked up in the state of the {self._optimizer} that was passed to "
-                "shard_optimizer, but this state is no longer keyed by sharded parameters. Use the "
-                "optimizer that shard_optimizer returned"
-            )
-        return super().__missing__(key)
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -240,14 +240,11 @@ def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters(ran
         made["together"].state[source_of(made["together"])]["momentum_buffer"].to_local(), buffer.to_local()
     )
     for one_call in ({"foreach": True}, {"fused": True}):
-        optimizer = torch.optim.SGD(model.parameters(), **settings, **one_call)
-        with pytest.raises(ValueError, match=r"separate parameter group, or to a separate optimizer"):
-            layerzero.shard_optimizer(optimizer, model)
-    late = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **settings), model)
-    late.param_groups[0]["foreach"] = True
-    integer_loss(model, integer_batch()).backward()
-    with pytest.raises(RuntimeError, match="separate optimizer"):
-        late.step()
+        late = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **settings, **one_call), model)
+        integer_loss(model, integer_batch()).backward()
+        with pytest.raises(RuntimeError, match=r"separate parameter group, or to a separate optimizer"):
+            late.step()
+        late.zero_grad()
 
 
 def source_of(optimizer: Any) -> Tensor:
@@ -265,21 +262,21 @@ def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_gr
 
     def refused(said: str) -> None:
         for use in (optimizer.step, lambda: optimizer.add_param_group({"params": [model.shift]})):
-            if use == optimizer.step or "replaced" not in said:
+            if use == optimizer.step or optimizer.param_groups is groups:
                 with pytest.raises(RuntimeError, match=f"{said}.*add_param_group"):
                     use()
 
     groups.append({"params": others})
-    refused("2 parameter groups, but only 1 were added through layerzero")
+    refused("the groups in param_groups were edited")
     groups.pop()
     params.append(model.shift)
-    refused(r"group 0 were changed from 2 .* to 3 of shapes")
+    refused("the parameters of group 0 in param_groups were edited")
     params.pop()
     group["params"] = others[:2]
-    refused("group 0 were changed")
+    refused("the parameters of group 0")
     group["params"] = list(params)  # another list of the same parameters
     optimizer.param_groups = [group]
-    refused("list of parameter groups was replaced")
+    refused("the groups in param_groups were edited")
     optimizer.param_groups = groups
     optimizer.add_param_group({"params": others})
     theirs.add_param_group({"params": [*net.second.parameters(), *net.head.parameters(), net.shift]})
@@ -350,15 +347,3 @@ def test_a_step_may_call_the_step_of_a_base_class_that_has_an_instance(rank: int
     in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
     assert_same_bits(model, net, "base class")
     other.step()
-
-
-@on_ranks()
-def test_the_wrapped_optimizer_itself_refuses_to_step(rank: int) -> None:
-    for factory in (torch.optim.SGD, torch.optim.AdamW):  # without and with state
-        net = integer_net()
-        model, optimizer = _sharded(lambda parameters, factory=factory: factory(parameters, lr=0.5))
-        backward(model, rank)
-        with pytest.raises(RuntimeError, match=rf"{factory.__name__}.step\(\) would update parameter"):
-            optimizer.inner.step()
-        assert_same_bits(model, net, "the step was refused")
-        optimizer.step()
