@@ -43,6 +43,15 @@ _REFUSED = {
     "FusedNovoGrad": "it stores the norms of all gradients of a group in one list, so it must step all of them at once",
     "FusedMixedPrecisionLamb": "it stores copies of the parameters and cannot step a group without gradients",
 }
+_IN_16_BITS = "Keep parameters in fp32, and compute in 16 bits with shard_model(mp_policy=...)"
+_REFUSED_ATTRIBUTES = {
+    "_amp_stash": " was passed to apex.amp.initialize, which makes it step copies of the parameters. Leave "
+    f"apex.amp.initialize out. {_IN_16_BITS}",
+    "master_weights": "(master_weights=True) is not supported: it stores fp32 copies of the full parameters that it "
+    f"was built with, but this rank has only some of their rows. Leave master_weights out. {_IN_16_BITS}",
+    "capturable": "(capturable=True) is not supported: it is for CUDA graphs of step(), which would replay a step "
+    "without its collectives. Leave capturable out",
+}
 
 
 def apex_class(optimizer: Optimizer) -> type | None:
@@ -67,22 +76,9 @@ def require_supported_apex(optimizer: Optimizer) -> None:
     if name not in DTYPES:
         reason = _REFUSED.get(name, "layerzero has no rules for this class")
         raise ValueError(f"{name} of NVIDIA Apex is not supported: {reason}. {_INSTEAD}")
-    if hasattr(optimizer, "_amp_stash"):
-        raise ValueError(
-            f"{name} was passed to apex.amp.initialize, which makes it step copies of the parameters. Leave "
-            "apex.amp.initialize out. Keep parameters in fp32, and compute in 16 bits with shard_model(mp_policy=...)"
-        )
-    if getattr(optimizer, "master_weights", False):
-        raise ValueError(
-            f"{name}(master_weights=True) is not supported: it stores fp32 copies of the full parameters that it was "
-            "built with, but this rank has only some of their rows. Leave master_weights out. Keep parameters in fp32, "
-            "and compute in 16 bits with shard_model(mp_policy=...)"
-        )
-    if getattr(optimizer, "capturable", False):
-        raise ValueError(
-            f"{name}(capturable=True) is not supported: it is for CUDA graphs of step(), which would replay a step "
-            "without its collectives. Leave capturable out"
-        )
+    for attribute, reason in _REFUSED_ATTRIBUTES.items():
+        if getattr(optimizer, attribute, False):
+            raise ValueError(f"{name}{reason}")
     limit = optimizer.defaults.get("max_grad_norm", float("inf"))
     if limit != float("inf"):
         raise ValueError(
@@ -95,16 +91,15 @@ def require_supported_apex(optimizer: Optimizer) -> None:
 def require_apex_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError if the optimizer is an Apex optimizer that does not update parameters of these dtypes."""
     kind = apex_class(optimizer)
-    supported = None if kind is None else DTYPES.get(kind.__name__)
-    if kind is None or supported is None:
+    if kind is None:
         return
+    supported = DTYPES[kind.__name__]
     for parameter in parameters:
         if parameter.dtype not in supported:
             dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in supported)
             raise ValueError(
                 f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}: its kernels support "
-                f"only {dtypes}. Keep parameters in fp32, and compute in 16 bits with "
-                "shard_model(mp_policy=...), or use an optimizer of torch"
+                f"only {dtypes}. {_IN_16_BITS}, or use an optimizer of torch"
             )
 
 

@@ -177,7 +177,7 @@ def _try_ranks(
             parts = [[each.rows_of_rank(rank) for each in parameters] for rank in range(_RANKS)]
             ranks = [_run_steps(optimizer, groups, part, rank) for rank, part in enumerate(parts)]
         except Exception as error:
-            text = f"it stepped small parameters, but not the parts of simulated ranks: {_error_text(error)}"
+            text = f"it stepped small parameters, but not the parts of simulated ranks: {type(error).__name__}: {error}"
             raise TrialError(text) from error
     difference = _compare(full, ranks, parameters)
     if difference is not None or any(each.is_owned for each in parameters):
@@ -279,7 +279,7 @@ def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], *args: Any
     try:
         return _run_steps(optimizer, groups, *args, **options)
     except Exception as error:
-        raise TrialError(f"stepping small parameters raised {_error_text(error)}") from error
+        raise TrialError(f"stepping small parameters raised {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -300,10 +300,6 @@ def _seed_generators(device: torch.device) -> None:
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _small_shapes(

@@ -206,9 +206,9 @@ class ShardedOptimizer(StateDictMethods):
         self._params.require_unedited(self.param_groups, self.inner.param_groups)
         loss = None if closure is None else torch.enable_grad()(closure)()
         if creates_state_only(self, self._lz_state.gradients, self._lz_state.ranks):
-            self.create_new_state()
+            self._create_new_state()
             return loss
-        self.forget_new_state()
+        self._forget_new_state()
         self._is_used_by_torch = False
         without_backward = self._lz_state.gradients.backwards == self._completed_backwards
         self._lz_state.refreshes.require_no_active_use("optimizer.step()")
@@ -318,14 +318,16 @@ class ShardedOptimizer(StateDictMethods):
                 f"{method.__name__}() of {type(self.inner).__name__} is not supported: it would read this rank's rows, "
                 "but the optimizer needs full parameters, which exist only inside step(). Use an element-wise optimizer"
             )
-        refusal = (
-            f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
-        )
-        writes = WriteDetector(
-            [each.master for each in self._params],
-            partial(record_writes, [member.sharded for member in self._params.managed]),
-            refusal if ParamView.EMA in self._lz_state.status.active_views else None,
-        )
+
+        def before_write() -> None:
+            if ParamView.EMA in self._lz_state.status.active_views:
+                raise RuntimeError(
+                    f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the "
+                    "context first"
+                )
+            record_writes(member.sharded for member in self._params.managed)
+
+        writes = WriteDetector([each.master for each in self._params], before_write)
         with self._use_masters_in_groups(reduced_grad_rows), writes:
             return method(*args, **kwargs)
 

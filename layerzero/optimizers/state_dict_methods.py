@@ -94,7 +94,7 @@ class StateDictMethods(Optimizer):
             new = {each.name: self._new[id(each.parameter)] for each in self._params if id(each.parameter) in self._new}
             state = {**self._named_state(), **new, **self.shared_state()}
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
-            self.forget_new_state()  # only torch's functions get it; see [Note: torch's get_state_dict]
+            self._forget_new_state()  # only torch's functions get it; see [Note: torch's get_state_dict]
             return to_numbered({"state": state, "param_groups": groups})
 
         return self._run_state_dict_hooks(make_numbered)
@@ -258,7 +258,7 @@ class StateDictMethods(Optimizer):
                     rows := self._rows_to_load(each, group, saved_state[each.name], copy=copy)
                 ):
                     state[each.master] = rows
-        self.forget_new_state()
+        self._forget_new_state()
         self._is_used_by_torch = False
         self.state.clear()
         self.state.stored.update(state)
@@ -284,7 +284,7 @@ class StateDictMethods(Optimizer):
         return {k: v for k, v in state.items() if k in listed}, {k: v for k, v in state.items() if k not in listed}
 
     def _written_names(self, saved_state: Mapping[str, Any]) -> set[str]:
-        """Return the names of the parameters whose state is not that of :meth:`create_new_state`."""
+        """Return the names of the parameters whose state is not that of :meth:`_create_new_state`."""
         written = {name for name, values in saved_state.items() if not is_unwritten(values)}
         is_sharded = any(member.name in written for member in self._params.managed)
         # If nothing was loaded into sharded state, the state of parameters that are not sharded is as new, too.
@@ -378,14 +378,14 @@ class StateDictMethods(Optimizer):
             return None
         return holder.state_spec(shape) if isinstance(holder, FullParam) else holder.spec
 
-    def forget_new_state(self) -> None:
+    def _forget_new_state(self) -> None:
         self._new.clear()
         for group, names in self._new_settings:
             for name in names:
                 group.pop(name, None)
         self._new_settings.clear()
 
-    def create_new_state(self) -> None:
+    def _create_new_state(self) -> None:
         """Create tensors for torch's functions to fill. See [Note: torch's get_state_dict]."""
         self._is_used_by_torch = True
         on_read = cache(partial(warnings.warn, NOT_STEPPED) if self._lz_state.ranks.is_first else bool)

@@ -98,33 +98,21 @@ _MIXED = (
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls a function before the first operation that writes to the memory of `tensors`.
+    """Dispatch mode that calls a function before the first operation that writes to the memory of `tensors`."""
 
-    Args:
-        tensors: tensors whose memory is observed.
-        on_first_write: function that is called before the first write.
-        refusal: message of a RuntimeError that is raised instead of calling the function. If `refusal` is None, no
-            error is raised.
-    """
-
-    def __init__(
-        self, tensors: Iterable[Tensor], on_first_write: Callable[[], None], refusal: str | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[Tensor], on_first_write: Callable[[], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = False
         self._on_first_write = on_first_write
         self._memory = {each.untyped_storage()._cdata for each in tensors if not isinstance(each, DTensor)}
-        self._refusal = refusal
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and not self._seen and self._is_write(func, args, kwargs):
-            if self._refusal is not None:
-                raise RuntimeError(self._refusal)
-            self._seen = True
             self._on_first_write()
+            self._seen = True
         return func(*args, **kwargs)
 
     def _is_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.compatibility import kinds_that_need_full_params
+from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from layerzero.optimizers.compatibility_trial import TrialError, find_owner_difference, find_row_difference, group_kind
 from tests.support.models import GlobalScaling, LayerwiseScaling
 
@@ -34,6 +34,8 @@ class Scaled(Optimizer):
     def step(self, closure: Any = None) -> None:
         self.count += 1
         self.settings["seen"].append(self.count)
+        for group in self.param_groups:
+            group["step"] = group.get("step", torch.zeros(())).add_(1)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -291,11 +293,14 @@ class Around(Scaled):
 
 def test_trying_an_optimizer_out_leaves_everything_as_it_was() -> None:
     optimizer = build(Scaled, table={"of": [torch.ones(2)]})
+    optimizer.param_groups[0]["step"] = torch.zeros(())  # counted in place, as in NVIDIA Apex
     parameters = optimizer.param_groups[0]["params"]
     before, random = [p.detach().clone() for p in parameters], torch.get_rng_state()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hooks are the user's"))
     optimizer.step = lambda *_: pytest.fail("bound to the original")  # like schedulers
     kinds_that_need_full_params(optimizer, CPU)
+    _, settings = state_after_a_step(optimizer, optimizer.param_groups[0], CPU)
+    assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
     assert (optimizer.count, optimizer.settings["seen"]) == (0, []) and not optimizer.state
     assert torch.equal(optimizer.settings["table"]["of"][0], torch.ones(2))
     assert all(torch.equal(p, old) and p.grad is None for p, old in zip(parameters, before, strict=True))

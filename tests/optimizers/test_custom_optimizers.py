@@ -110,36 +110,34 @@ class Holder:
         self.table = table
 
 
-def _index(group: list[Tensor], parameter: Tensor) -> int:
-    return next((index for index, each in enumerate(group) if each is parameter), -1)
-
-
-# A table of factors, and a function that finds the factor of a parameter in it, both by kind of table.
-TABLES: dict[str, Callable[[dict[Tensor, float]], Any]] = {
-    "by parameter": dict,
-    "by id": lambda factors: {id(p): factor for p, factor in factors.items()},
-    "default": lambda factors: defaultdict(lambda: 1.0, factors),
-    "weak": WeakIdKeyDictionary,
-    "counter": Counter,
-    "nested": lambda factors: {"first": [{"second": factors}]},
-    "set": lambda factors: {factor: {p for p, f in factors.items() if f == factor} for factor in factors.values()},
-    "ids": lambda factors: [(f, frozenset(id(p) for p, g in factors.items() if f == g)) for f in factors.values()],
-    "lists": lambda factors: (list(factors), list(factors.values())),
-    "of an object": Holder,
-    "values": lambda factors: {str(index): (p, factor) for index, (p, factor) in enumerate(factors.items())},
-}
-FIND: dict[str, Callable[[Any, Tensor], float]] = {
-    "by parameter": lambda table, p: table.get(p, 1.0),
-    "by id": lambda table, p: table.get(id(p), 1.0),
-    "default": lambda table, p: table[p],
-    "weak": lambda table, p: table.get(p, 1.0),
-    "counter": lambda table, p: table[p] or 1.0,
-    "nested": lambda table, p: table["first"][0]["second"].get(p, 1.0),
-    "set": lambda table, p: next((factor for factor, chosen in table.items() if p in chosen), 1.0),
-    "ids": lambda table, p: next((factor for factor, chosen in table if id(p) in chosen), 1.0),
-    "lists": lambda table, p: [*table[1], 1.0][_index(table[0], p)],
-    "of an object": lambda table, p: table.table.get(p, 1.0),
-    "values": lambda table, p: next((factor for each, factor in table.values() if each is p), 1.0),
+# By kind of table: a function that makes a table of factors, and one that finds a parameter's factor in the table.
+TABLES: dict[str, tuple[Callable[[dict[Tensor, float]], Any], Callable[[Any, Tensor], float]]] = {
+    "by parameter": (dict, lambda table, p: table.get(p, 1.0)),
+    "by id": (lambda factors: {id(p): f for p, f in factors.items()}, lambda table, p: table.get(id(p), 1.0)),
+    "default": (lambda factors: defaultdict(lambda: 1.0, factors), lambda table, p: table[p]),
+    "weak": (WeakIdKeyDictionary, lambda table, p: table.get(p, 1.0)),
+    "counter": (Counter, lambda table, p: table[p] or 1.0),
+    "nested": (
+        lambda factors: {"first": [{"second": factors}]},
+        lambda table, p: table["first"][0]["second"].get(p, 1.0),
+    ),
+    "set": (
+        lambda factors: {factor: {p for p, f in factors.items() if f == factor} for factor in factors.values()},
+        lambda table, p: next((factor for factor, chosen in table.items() if p in chosen), 1.0),
+    ),
+    "ids": (
+        lambda factors: [(f, frozenset(id(p) for p, g in factors.items() if f == g)) for f in factors.values()],
+        lambda table, p: next((factor for factor, chosen in table if id(p) in chosen), 1.0),
+    ),
+    "lists": (
+        lambda factors: (list(factors), list(factors.values())),
+        lambda table, p: next((factor for each, factor in zip(*table, strict=True) if each is p), 1.0),
+    ),
+    "of an object": (Holder, lambda table, p: table.table.get(p, 1.0)),
+    "values": (
+        lambda factors: {str(index): (p, factor) for index, (p, factor) in enumerate(factors.items())},
+        lambda table, p: next((factor for each, factor in table.values() if each is p), 1.0),
+    ),
 }
 
 
@@ -154,7 +152,7 @@ class Looked(Scaled):
 
     def factor(self, parameter: Tensor) -> float:
         table = getattr(self, "table", None) or self.param_groups[0].get("table") or self.state.get("table")
-        return 1.0 if table is None else FIND[self.kind](table, parameter)
+        return 1.0 if table is None else TABLES[self.kind][1](table, parameter)
 
 
 def _factors(model: nn.Module) -> dict[Tensor, float]:
@@ -176,7 +174,7 @@ CASES = (
 def _build(case: str, kind: str, model: nn.Module, early: dict[str, Any]) -> Any:
     if case == "built before":
         return layerzero.shard_optimizer(early["optimizer"], model, elementwise=True)
-    make = TABLES[kind]
+    make = TABLES[kind][0]
     tables = {
         "table from before": early["table"],
         "changed later": make({}),
@@ -197,7 +195,7 @@ def _build(case: str, kind: str, model: nn.Module, early: dict[str, Any]) -> Any
 
 
 def _tables(rank: int, zero3_size: int) -> None:
-    for kind, make in TABLES.items():
+    for kind, (make, find) in TABLES.items():
         model = Net()
         early = {"table": make(_factors(model)), "optimizer": Looked(model.parameters(), kind, make(_factors(model)))}
         sharded(model, zero3_size)
@@ -212,7 +210,7 @@ def _tables(rank: int, zero3_size: int) -> None:
             expect_factors(model, f"{kind}, {case}")
             table = getattr(optimizer, "table", None) or optimizer.param_groups[0].get("table")
             table = table or optimizer.state["table"]
-            found = {name: FIND[kind](table, parameter) for name, parameter in model.named_parameters()}
+            found = {name: find(table, parameter) for name, parameter in model.named_parameters()}
             expected = {"first.weight": 10.0, "second.weight": 1.0, "second.bias": 4.0, "gain": 2.0}
             assert found == expected, f"{kind}, {case}: read between steps"
 

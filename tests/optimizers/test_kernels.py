@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import layerzero
 from layerzero import optimizers
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import kernels
-from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -169,24 +167,6 @@ def test_state_that_is_sharded_in_another_order_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="not sharded like the parameter"):
         optimizer.load_state_dict(saved[2])
     optimizer.load_state_dict(saved[4])
-
-
-class CountsInGroup(torch.optim.SGD):
-    """Counts steps in a tensor of the group, in place, like NVIDIA Apex's capturable optimizers."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["step"].add_(1)
-        super().step(closure)
-
-
-def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
-    optimizer = CountsInGroup([nn.Parameter(torch.ones(2, 2))], lr=0.5)
-    optimizer.param_groups[0]["step"] = torch.zeros(())
-    kinds_that_need_full_params(optimizer, torch.device("cpu"))
-    state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
-    assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
-    assert not optimizer.state and set(state) <= {"momentum_buffer"}
 
 
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
