@@ -8,9 +8,8 @@ NVIDIA Apex's optimizers are in apex.py.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,21 +197,14 @@ def state_after_a_step(
     group: dict[str, Any],
     device: torch.device,
     shape: tuple[int, ...] = (2, 3),
-    *,
-    gradient: float = 1.0,
-    value: float = 1.0,
-    state: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a parameter in `group` after one step, and the group's settings after that step.
 
-    A copy of the optimizer steps a parameter of shape `shape`. All elements of the parameter are `value`, and all
-    elements of its gradient are `gradient`. State tensors with the parameter's shape have shape `shape`. If `state` is
-    not None, the parameter has this state before the step.
+    A copy of the optimizer steps a parameter of ones of shape `shape` with a gradient of ones. State tensors with the
+    parameter's shape have shape `shape`.
     """
-    parameter = torch.nn.Parameter(torch.full(shape, value, device=device))
-    parameter.grad = torch.full(shape, gradient, device=device)
+    parameter = torch.nn.Parameter(torch.ones(shape, device=device))
+    parameter.grad = torch.ones_like(parameter)
     optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
-    if state is not None:
-        optimizer_copy.state[parameter] = copy.deepcopy(dict(state))
     step_of_copy(optimizer_copy)()
     return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

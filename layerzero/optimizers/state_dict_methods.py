@@ -318,7 +318,7 @@ class StateDictMethods(Optimizer):
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
-            values = as_one_row(values, self._example_state(group, 1, holder.master.device))
+            values = as_one_row(values, self._example_state(group, 1, holder.master.device)[0])
         return shard_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -391,13 +391,15 @@ class StateDictMethods(Optimizer):
         on_read = cache(partial(warnings.warn, NOT_STEPPED) if self._lz_state.ranks.is_first else bool)
         for group, listed in zip(self.param_groups, self._params.groups, strict=True):
             example = cache(partial(self._example_state, group))
-            _, settings = state_after_a_step(self.inner, {**group, "params": []}, self._lz_state.mesh_info.device)
+            _, settings = example(2, self._lz_state.mesh_info.device)
             self._new_settings.append((group, added := [name for name in settings if name not in group]))
             group.update({name: settings[name] for name in added})
             for each in listed:
                 parameter, master = each.parameter, each.master
-                if parameter.requires_grad and (values := example(master.ndim, master.device)):
+                if parameter.requires_grad and (values := example(master.ndim, master.device)[0]):
                     self._new[id(parameter)] = new_state(values, master, self.state.holder_of(parameter), on_read)
 
-    def _example_state(self, group: Mapping[str, Any], ndim: int, device: torch.device) -> dict[str, Any]:
-        return state_after_a_step(self.inner, {**group, "params": []}, device, example_shape(ndim))[0]
+    def _example_state(
+        self, group: Mapping[str, Any], ndim: int, device: torch.device
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return state_after_a_step(self.inner, {**group, "params": []}, device, example_shape(ndim))

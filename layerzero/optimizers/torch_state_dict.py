@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,18 +177,16 @@ def _names_of_numbers(
     return dict(zip(numbers, (name for names in own_names for name in names), strict=True))
 
 
-def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
+def _aliases(model: nn.Module, own: Container[str]) -> dict[str, str]:
     """Return a dict that maps each name of a model parameter to the parameter's name in `own`."""
-    own_names = set(own)
-    names_of: dict[int, list[str]] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    for names in names_of.values():
-        own_name = next((name for name in names if name in own_names), None)
-        if own_name is not None:
-            aliases |= {alias: own_name for name in names for alias in (name, strip_wrapper_names(name))}
-    return aliases
+    named = list(model.named_parameters(remove_duplicate=False))
+    own_name = {id(parameter): name for name, parameter in named if name in own}
+    return {
+        alias: own_name[id(parameter)]
+        for name, parameter in named
+        if id(parameter) in own_name
+        for alias in (name, strip_wrapper_names(name))
+    }
 
 
 def strip_wrapper_names(name: str) -> str:
