@@ -349,12 +349,10 @@ def _one_group_per_kind(optimizer: Optimizer) -> list[dict[str, Any]]:
     for by_value in ((bool, str), (bool,), ()):  # strings may be different for each parameter, as names are
         kinds: dict[tuple[str, str], dict[str, Any]] = {}
         for group in optimizer.param_groups:
-            by_attributes: dict[str, list[Tensor]] = {}
+            kind = group_kind(group)
             for parameter in group["params"]:
-                by_attributes.setdefault(_attribute_kind(parameter, by_value), []).append(parameter)
-            for attributes, parameters in by_attributes.items():
-                part = group if len(by_attributes) == 1 else {**group, "params": parameters}
-                kinds.setdefault((group_kind(group), attributes), part)
+                key = kind, _attribute_kind(parameter, by_value)
+                kinds.setdefault(key, {**group, "params": []})["params"].append(parameter)
         if len(kinds) <= _MOST_KINDS:
             break
     return list(kinds.values())

@@ -18,9 +18,6 @@ from layerzero import Offload
 from tests.support.models import assert_close, full_parameters
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
-# (ranks, zero3_size)
-MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
-
 
 class Net(nn.Module):
     """Every gradient of the sum of its outputs for an input of ones is 1."""
@@ -78,7 +75,7 @@ def expect_factors(model: nn.Module, case: Any) -> None:
     assert found == {name: {value} for name, value in expected.items()}, case
 
 
-def _attributes(rank: int, zero3_size: int) -> None:
+def _attributes(zero3_size: int) -> None:
     for set_at in ("before shard_model", "after shard_model", "after shard_optimizer"):
         for settings, elementwise in (({}, None), ({"offload": Offload(optimizer=True)}, None), ({}, False)):
             model = Net()
@@ -98,11 +95,6 @@ def _attributes(rank: int, zero3_size: int) -> None:
             del model.gain.lr_mul
             step(model, optimizer)
             assert full_parameters(model)["gain"] == -2, "a deleted attribute has no effect"
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_a_step_sees_attributes_of_parameters_whenever_they_were_set(world_size: int, zero3_size: int) -> None:
-    run_ranks(_attributes, zero3_size, world_size=world_size)
 
 
 class Holder:
@@ -194,7 +186,7 @@ def _build(case: str, kind: str, model: nn.Module, early: dict[str, Any]) -> Any
     return optimizer
 
 
-def _tables(rank: int, zero3_size: int) -> None:
+def _tables(zero3_size: int) -> None:
     for kind, (make, find) in TABLES.items():
         model = Net()
         early = {"table": make(_factors(model)), "optimizer": Looked(model.parameters(), kind, make(_factors(model)))}
@@ -215,11 +207,6 @@ def _tables(rank: int, zero3_size: int) -> None:
             assert found == expected, f"{kind}, {case}: read between steps"
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_a_step_finds_parameters_in_tables(world_size: int, zero3_size: int) -> None:
-    run_ranks(_tables, zero3_size, world_size=world_size)
-
-
 class Chosen(Scaled):
     """Divides the updates of chosen parameters by the norms of their gradients, which needs the full parameters."""
 
@@ -237,7 +224,7 @@ class Chosen(Scaled):
         return 1 / (1 + parameter.grad.norm()) if chosen() else 1.0
 
 
-def _choose(rank: int, zero3_size: int) -> None:
+def _choose(zero3_size: int) -> None:
     for kind in ("attribute", "required attribute", "set", "ids"):
         for is_early in (True, False):
             net, model = Net(), Net()
@@ -259,13 +246,6 @@ def _choose(rank: int, zero3_size: int) -> None:
             assert_close(full_parameters(model), dict(net.named_parameters()), kind)
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 2)])
-def test_the_trial_steps_parameters_of_each_kind_that_attributes_and_tables_make(
-    world_size: int, zero3_size: int
-) -> None:
-    run_ranks(_choose, zero3_size, world_size=world_size)
-
-
 class Masked(Scaled):
     """SGD whose gradients are multiplied by tensors in a table, and which counts steps in a table."""
 
@@ -281,7 +261,7 @@ class Masked(Scaled):
             parameter.sub_(parameter.grad * self.masks[parameter])
 
 
-def _masked(rank: int, zero3_size: int) -> None:
+def _masked(zero3_size: int) -> None:
     model = sharded(Net(), zero3_size)
     optimizer: Any = layerzero.shard_optimizer(Masked(model.parameters()), model, elementwise=True)
     step(model, optimizer)
@@ -294,9 +274,16 @@ def _masked(rank: int, zero3_size: int) -> None:
     assert optimizer.masks[model.first.weight].full_tensor().eq(2.0).all() and model.gain in optimizer.masks
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 2)])
-def test_tables_have_sharded_tensors_between_steps_and_rows_in_a_step(world_size: int, zero3_size: int) -> None:
-    run_ranks(_masked, zero3_size, world_size=world_size)
+def _all(rank: int, zero3_size: int) -> None:
+    _attributes(zero3_size)
+    _tables(zero3_size)
+    _choose(zero3_size)
+    _masked(zero3_size)
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_a_step_and_a_trial_see_attributes_and_tables_of_parameters(world_size: int, zero3_size: int) -> None:
+    run_ranks(_all, zero3_size, world_size=world_size)
 
 
 OUTSIDE: dict[Tensor, float] = {}

@@ -118,7 +118,7 @@ RESETS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _reset(rank: int, zero3_size: int) -> None:
+def _reset(zero3_size: int) -> None:
     for kind in ("rows", "placeholders", "owners"):
         for name, reset in RESETS.items():
             if reset is _reset_itself and kind != "placeholders":
@@ -137,11 +137,6 @@ def _reset(rank: int, zero3_size: int) -> None:
             step(model, optimizer)
             step(net, theirs)
             assert_same_bits(model, net, f"{kind}, {name}")
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_a_reset_of_the_state_takes_effect_and_later_states_are_saved(world_size: int, zero3_size: int) -> None:
-    run_ranks(_reset, zero3_size, world_size=world_size)
 
 
 # Edits of an optimizer's state for one parameter with momentum.
@@ -168,7 +163,7 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def _edit(rank: int, zero3_size: int) -> None:
+def _edit(zero3_size: int) -> None:
     for kind in OPTIMIZERS:
         (model, optimizer), (net, theirs) = sharded(kind, zero3_size), alone(kind)
         step(model, optimizer)
@@ -191,12 +186,7 @@ def _edit(rank: int, zero3_size: int) -> None:
             assert_same_bits(model, net, case)
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_edits_of_the_state_take_effect(world_size: int, zero3_size: int) -> None:
-    run_ranks(_edit, zero3_size, world_size=world_size)
-
-
-def _read(rank: int, zero3_size: int) -> None:
+def _read(zero3_size: int) -> None:
     for kind in OPTIMIZERS:
         (model, optimizer), (net, theirs) = sharded(kind, zero3_size), alone(kind)
         step(model, optimizer)
@@ -213,6 +203,12 @@ def _read(rank: int, zero3_size: int) -> None:
             optimizer.state[torch.zeros(1)]
 
 
+def _all(rank: int, zero3_size: int) -> None:
+    _reset(zero3_size)
+    _edit(zero3_size)
+    _read(zero3_size)
+
+
 @pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_reads_of_the_state_are_those_of_the_whole_parameter(world_size: int, zero3_size: int) -> None:
-    run_ranks(_read, zero3_size, world_size=world_size)
+def test_resets_edits_and_reads_of_the_state_are_those_of_one_process(world_size: int, zero3_size: int) -> None:
+    run_ranks(_all, zero3_size, world_size=world_size)
