@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import load_full_state_dict
@@ -39,7 +38,6 @@ class ShardedChunk(nn.Module):
         self.config = config
         self.groups = groups
         self.own_gradients: LocalGradientCheck | None = None
-        self._shows_whole_gradients = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -81,25 +79,6 @@ class ShardedChunk(nn.Module):
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
             self.own_gradients.clear_record()
-        if self._shows_whole_gradients:
-            self._shows_whole_gradients = False
-            for parameter in self.parameters():
-                del parameter.main_grad  # type: ignore[attr-defined]
-
-    def set_full_main_grads(self) -> None:
-        """Set each parameter's ``main_grad`` to its full final gradient, for ``--save-wgrads-interval``.
-
-        Only the first data-parallel rank writes the file. On that rank, ``main_grad`` is in host memory. On the other
-        ranks, it is None. :meth:`zero_grad_buffer` removes the attribute. All data-parallel ranks must call this
-        method.
-        """
-        keeps = dist.get_rank(self.groups.zero1) == 0
-        self._shows_whole_gradients = True
-        for parameter in self.parameters():
-            full = torch.zeros(parameter.shape)
-            if parameter.grad is not None:
-                full = parameter.grad.full_tensor().cpu()  # type: ignore[attr-defined]
-            parameter.main_grad = full if keeps else None  # type: ignore[attr-defined]
 
     # Parameters
 

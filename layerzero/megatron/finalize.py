@@ -43,8 +43,16 @@ class FinalizeGradients:
             num_tokens: number of tokens on this rank. Gradients are divided by the total over data-parallel ranks. If
                 None, gradients are not divided.
             pg_collection: unused. The process groups of the chunks are used instead.
-            force_all_reduce: if True, set ``main_grad`` to the full gradients, which Megatron's loop then saves.
+            force_all_reduce: must be False.
+
+        Raises:
+            ValueError: `force_all_reduce` is True, as Megatron's loop sets it to save full gradients.
         """
+        if force_all_reduce:
+            raise ValueError(
+                "force_all_reduce=True is not supported, because a rank stores only some rows of the gradients. Leave "
+                "it False"
+            )
         for chunk in model:
             chunk.finish_grad_sync()
         self._sum_over_tensor_ranks(model)
@@ -55,9 +63,6 @@ class FinalizeGradients:
             reset_model_temporary_tensors(self.config, list(model))
         if num_tokens is not None:
             self._divide_by(num_tokens, model)
-        if force_all_reduce:
-            for chunk in model:
-                chunk.set_full_main_grads()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
         """Sum or average the gradients of parameters that are replicated over tensor-parallel ranks.

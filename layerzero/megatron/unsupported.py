@@ -88,6 +88,7 @@ _LOOP = (
     _Rule("dump_param_to_param_group_map", "reads Megatron's optimizer; leave it out"),
     _Rule("moe_use_upcycling", "copies full weights; convert without layerzero first"),
     _Rule("perform_rl_step", _FULL_WEIGHTS),
+    _Rule("save_wgrads_interval", "saves full gradients, but a rank stores only some rows; leave it out"),
     _Rule("save_params_interval", "reads full weights, but a rank stores only some rows; use --save-interval"),
     _Rule("logits_save_dir", _HOOKS),
     _Rule("logits_load_dir", _HOOKS),

@@ -114,6 +114,7 @@ REFUSED = {
     "--use-distributed-optimizer": ["--use-distributed-optimizer", "--save", "nowhere", "--save-interval", "2"],
     "--optimizer": ["--optimizer", "muon"],
     "--check-for-large-grads": ["--check-for-large-grads"],
+    "--save-wgrads-interval": ["--save-wgrads-interval", "2", "--save", "nowhere", "--save-interval", "2"],
     "--num-distributed-optimizer-instances": [
         *["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"],
         *DISTRIBUTED[1:],

@@ -282,9 +282,7 @@ def make_ours(
     return chunks, optimizer
 
 
-def run_step(
-    case: Case, chunks: Sequence[nn.Module], step: int, *, forward_only: bool = False, force_all_reduce: bool = False
-) -> list[float]:
+def run_step(case: Case, chunks: Sequence[nn.Module], step: int, *, forward_only: bool = False) -> list[float]:
     """Run forwards and backwards of one step with Megatron's schedule; return the losses on the last stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -301,7 +299,6 @@ def run_step(
         seq_length=SEQUENCE,
         micro_batch_size=MICRO_BATCH,
         forward_only=forward_only,
-        force_all_reduce=force_all_reduce,
     )
     return [float(entry["loss"]) for entry in reduced]
 
