@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
+from tests.megatron.test_expert_checkpoints import METADATA, experts
 from tests.support.megatron_checkpoints import DATA, go_on, load, save, save_and_go_on
 from tests.support.megatron_ranks import (
     Case,
@@ -146,30 +147,11 @@ def test_megatron_and_layerzero_load_each_others_checkpoints(case: Case, metadat
             assert_same(one, other, case)
 
 
-EXPERTS = DATA.but(
-    layers=2,
-    settings=(
-        ("num_moe_experts", 4),
-        ("moe_router_topk", 2),
-        ("moe_ffn_hidden_size", 16),
-        ("moe_token_dispatcher_type", "alltoall"),
-        ("add_bias_linear", False),
-        ("expert_model_parallel_size", 2),
-    ),
-)
-AVOID = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}  # what Megatron-LM passes
-
-
-def _on(case: Case, ranks: int, **changes: Any) -> Case:
-    """Return the case with experts sharded over this number of ranks."""
-    return case.but(settings=(*case.settings[:-1], ("expert_model_parallel_size", ranks)), **changes)
-
-
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("dtype", "metadata"), [("float32", None), ("bfloat16", AVOID), ("float16", AVOID)])
+@pytest.mark.parametrize(("dtype", "metadata"), [("float32", None), ("bfloat16", METADATA), ("float16", METADATA)])
 def test_expert_parallel_checkpoints_are_megatrons(dtype: str, metadata: Any, tmp_path: Path) -> None:
-    case = EXPERTS.but(dtype=dtype, **({"pp": 2} if dtype == "bfloat16" else {}))
+    case = experts(2, dtype=dtype, **({"pp": 2} if dtype == "bfloat16" else {}))
     for name, saver, loader in (("theirs", make_reference, make_ours), ("ours", make_ours, make_reference)):
         path = f"{tmp_path}/{name}"
         expected = run_ranks(save_and_go_on, path, case, metadata, saver, world_size=4)
@@ -180,12 +162,12 @@ def test_expert_parallel_checkpoints_are_megatrons(dtype: str, metadata: Any, tm
 
 def test_expert_parallel_checkpoints_resume_on_other_ranks(tmp_path: Path) -> None:
     path = f"{tmp_path}/saved"
-    expected = run_ranks(save_and_go_on, path, EXPERTS, AVOID, make_ours, True, world_size=4)
-    for case in (EXPERTS, _on(EXPERTS, 4, zero3_size=4), _on(EXPERTS, 2, zero3_size=1), _on(EXPERTS, 4, zero3_size=2)):
-        resumed = run_ranks(_resume, path, case, AVOID, make_ours, True, world_size=4)
+    expected = run_ranks(save_and_go_on, path, experts(2), METADATA, make_ours, True, world_size=4)
+    for case in (experts(2), experts(4, zero3_size=4), experts(2, zero3_size=1), experts(4)):
+        resumed = run_ranks(_resume, path, case, METADATA, make_ours, True, world_size=4)
         shutil.rmtree(f"{path}-again")
         for one, other in zip(expected, resumed, strict=True):
-            if case == EXPERTS:
+            if case == experts(2):
                 _assert_bits(one, other)
             torch.testing.assert_close(one.losses, other.losses, rtol=1e-4, atol=1e-5)
 
