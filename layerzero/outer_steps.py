@@ -59,7 +59,6 @@ from layerzero.extend import (
     sharded,
     sum64,
 )
-from layerzero.outer_fragments import divide_into_fragments, start_positions
 
 __all__ = ["OuterSteps", "outer"]
 
@@ -260,7 +259,6 @@ def _require_sites(lz_state: LayerZeroState, site_peers: Sequence[int]) -> None:
 class _Exchange(NamedTuple):
     """Exchange of the deltas of one fragment."""
 
-    due: int  # value of OuterSteps.steps at which the outer step is taken
     messages: Tensor  # uint8 [sites, bytes], on the communicator's device
     works: PendingCollective
 
@@ -268,7 +266,6 @@ class _Exchange(NamedTuple):
 class _Deltas(NamedTuple):
     """Decoded deltas of one fragment, 1-D [n]; see :class:`_Fragment`."""
 
-    due: int
     mean: Tensor  # of all sites
     own: Tensor  # of this site, as the other sites have decoded it
 
@@ -281,6 +278,7 @@ class _Fragment:
     handles: tuple[Handle, ...]
     anchor: Tensor  # 1-D [n], fp32 (fp64 if masters are): this rank's rows of the weights after the last outer step
     velocity: Tensor | None  # 1-D [n], momentum of the outer steps
+    due: int | None = None  # value of OuterSteps.steps at which the outer step of the exchange is taken
     exchange: _Exchange | None = None
     deltas: _Deltas | None = None  # of the exchange in flight, once its messages are decoded
 
@@ -484,8 +482,7 @@ class OuterSteps(StepObserver):
             self._set_anchors()
             return
         for fragment in self._fragments:
-            due = fragment.exchange.due if fragment.exchange else fragment.deltas.due if fragment.deltas else None
-            if due == self.steps:
+            if fragment.due == self.steps:
                 self._take_outer_step(fragment)
         position = (self.steps - self.settings.warmup) % self.settings.every
         for fragment in self._fragments:
@@ -527,7 +524,7 @@ class OuterSteps(StepObserver):
         messages[self._comm.rank].copy_(message)
         name = f"fragment {fragment.index}"
         works = all_gather(self._comm, Collective.SITE_DELTAS, messages.view(-1), messages[self._comm.rank], name=name)
-        fragment.exchange = _Exchange(self.steps + self.settings.delay, messages, works)
+        fragment.exchange, fragment.due = _Exchange(messages, works), self.steps + self.settings.delay
 
     def _wait_and_decode(self, fragment: _Fragment) -> _Deltas | None:
         """Wait for the exchange in flight, if there is one, and decode its messages."""
@@ -544,7 +541,7 @@ class OuterSteps(StepObserver):
             mean.add_(delta)
             if site == self._comm.rank:
                 own.copy_(delta)
-        fragment.deltas, fragment.exchange = _Deltas(exchange.due, mean.div_(self._comm.size), own), None
+        fragment.deltas, fragment.exchange = _Deltas(mean.div_(self._comm.size), own), None
         return fragment.deltas
 
     def _encode(self, fragment: _Fragment, payload: Tensor) -> None:
@@ -596,7 +593,7 @@ class OuterSteps(StepObserver):
         """Take the outer step of a fragment: update its anchor, and add this site's later progress to it."""
         deltas = self._wait_and_decode(fragment)
         assert deltas is not None
-        fragment.deltas = None
+        fragment.deltas = fragment.due = None
         start = fragment.anchor - deltas.own  # weights when the exchange began, as the other sites have decoded them
         update = deltas.mean
         if fragment.velocity is not None:
@@ -638,7 +635,7 @@ class OuterSteps(StepObserver):
                 if flat is not None:
                     state[key] |= {m.name: sharded(rows, m.spec) for m, rows in _iter_rows(fragment, flat)}
             if deltas is not None:
-                state["due"] |= {member.name: deltas.due for member, _ in _iter_rows(fragment, fragment.anchor)}
+                state["due"] |= {member.name: fragment.due for member, _ in _iter_rows(fragment, fragment.anchor)}
         return state
 
     @torch.no_grad()
@@ -666,7 +663,7 @@ class OuterSteps(StepObserver):
             _load_rows(fragment, fragment.anchor, anchors)
             if fragment.velocity is not None and state_dict["velocities"]:
                 _load_rows(fragment, fragment.velocity, state_dict["velocities"])
-            fragment.deltas = _load_deltas(fragment, state_dict)
+            _load_deltas(fragment, state_dict)
             fragments.append(fragment)
         self.steps, self._fragments, self._averaged_backwards, self._has_begun = steps, fragments, -1, True
 
@@ -696,18 +693,48 @@ def _load_rows(fragment: _Fragment, flat: Tensor, loaded: Mapping[str, Any]) -> 
         rows.copy_(own_rows(member, loaded[member.name], "outer state"))
 
 
-def _load_deltas(fragment: _Fragment, state_dict: Mapping[str, Any]) -> _Deltas | None:
-    """Return the deltas of the exchange that was in flight during the save, or None if there was none."""
+def _load_deltas(fragment: _Fragment, state_dict: Mapping[str, Any]) -> None:
+    """Load the deltas of the exchange that was in flight during the save, if there was one."""
     names = [member.name for handle in fragment.handles for member in handle.members]
     due = {state_dict["due"].get(name) for name in names}
     if due == {None}:
-        return None
+        return
     if len(due) > 1:
         raise ValueError(
             "the state of the outer steps was saved with other fragments while an exchange was in flight. Load it with "
             "the same units and number of fragments"
         )
-    deltas = _Deltas(int(due.pop()), torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor))
-    _load_rows(fragment, deltas.mean, state_dict["means"])
-    _load_rows(fragment, deltas.own, state_dict["own"])
-    return deltas
+    fragment.due = int(due.pop())
+    fragment.deltas = _Deltas(torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor))
+    _load_rows(fragment, fragment.deltas.mean, state_dict["means"])
+    _load_rows(fragment, fragment.deltas.own, state_dict["own"])
+
+
+def divide_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Divide a sequence of items into contiguous groups of about equal total size.
+
+    Args:
+        sizes: size of each item. There are at least `fragments` items.
+        fragments: number of groups.
+
+    Returns:
+        The indices of the items of each group. No group is empty.
+    """
+    starts = [0]
+    done, total = 0, sum(sizes)
+    for index, size in enumerate(sizes):
+        remaining = len(sizes) - index
+        has_reached_share = len(starts) * total <= done * fragments
+        must_start = remaining <= fragments - len(starts)
+        if index > starts[-1] and len(starts) < fragments and (has_reached_share or must_start):
+            starts.append(index)
+        done += size
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def start_positions(every: int, fragments: int) -> list[int]:
+    """Return the position, in a period of `every` steps, of the step after which each fragment is sent.
+
+    Position 1 is the first step of a period, and position 0 the last. The last fragment is sent at the end of a period.
+    """
+    return [every * (index + 1) // fragments % every for index in range(fragments)]

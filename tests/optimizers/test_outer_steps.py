@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import Codecs, Offload
 from layerzero.dtensor.local_shard import plain
-from layerzero.outer_steps import OuterSteps
+from layerzero.outer_steps import OuterSteps, divide_into_fragments, start_positions
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -245,21 +245,28 @@ def test_the_warm_up_is_synchronous_training(rank: int, clips: bool) -> None:
 
 @pytest.mark.parametrize("zero3_size", [1, 2])
 @on_ranks()
-def test_micro_batches_of_a_synchronous_step_count_once(rank: int, zero3_size: int) -> None:
-    mesh = sites_of(2, zero3_size)
-    model, optimizer, outer = build(mesh, warmup=2)
+def test_micro_batches_and_closures_of_synchronous_steps_count_once(rank: int, zero3_size: int) -> None:
+    model, optimizer, outer = build(sites_of(2, zero3_size), warmup=3)
     net = integer_net()
     inner = exact_sgd(net.parameters())
-    for step in range(2):
-        with layerzero.no_sync(model):
-            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-        if step:  # otherwise the average reduces what is left
-            integer_loss(model, integer_batch(step=step, rank=rank, micro_batch=1)).backward()
-        outer.average_gradients()
-        optimizer.step()
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = integer_loss(model, integer_batch(step=step, rank=rank))
+            loss.backward()
+            return loss
+
+        if step < 2:
+            with layerzero.no_sync(model):
+                closure()
+            if step:  # otherwise the average reduces what is left
+                integer_loss(model, integer_batch(step=step, rank=rank, micro_batch=1)).backward()
+            outer.average_gradients()
+        optimizer.step(closure if step == 2 else None)
         optimizer.zero_grad()
         outer.step()
-        for micro_batch in range(1 + step):
+        for micro_batch in range(2 if step == 1 else 1):
             batches = [integer_batch(step=step, rank=other, micro_batch=micro_batch) for other in range(4)]
             integer_loss(net, union(batches)).backward()
         inner.step()
@@ -431,28 +438,6 @@ def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits(rank: int) -
         trained[1].zero_grad()
         trained[2].step()
     assert guard.checks == 6 and not guard.found
-
-
-@on_ranks()
-def test_gradients_of_a_closure_are_averaged(rank: int) -> None:
-    mesh = sites_of(2, 2)
-    model, optimizer, outer = build(mesh, warmup=3)
-    net = integer_net()
-    inner = exact_sgd(net.parameters())
-    for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = integer_loss(model, integer_batch(step=step, rank=rank))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        outer.step()
-        integer_loss(net, union([integer_batch(step=step, rank=other) for other in range(4)])).backward()
-        inner.step()
-        inner.zero_grad()
-        assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
 
 
 @on_ranks()
@@ -654,3 +639,19 @@ def test_wrong_arguments_raise(rank: int) -> None:
         layerzero.outer(model, optimizer, sites=mesh["site"], every=2, warmup=0).load_state_dict(
             {"steps": 3, "anchors": {}, "velocities": {}, "means": {}, "own": {}, "due": {}}
         )
+
+
+def test_fragments_are_contiguous_and_about_equally_large() -> None:
+    for sizes, fragments, stops in (
+        ([1, 1, 1, 1], 2, [2, 4]),
+        ([1, 1, 1, 1], 4, [1, 2, 3, 4]),
+        ([10, 1, 1, 1], 2, [1, 4]),
+        ([1, 1, 1, 10], 2, [3, 4]),
+        ([0, 0, 0], 3, [1, 2, 3]),
+        ([5], 1, [1]),
+    ):
+        groups = divide_into_fragments(sizes, fragments)
+        assert [group.stop for group in groups] == stops
+        assert [index for group in groups for index in group] == list(range(len(sizes)))
+    for every, fragments, positions in ((16, 4, [4, 8, 12, 0]), (16, 1, [0]), (7, 4, [1, 3, 5, 0]), (3, 3, [1, 2, 0])):
+        assert start_positions(every, fragments) == positions

@@ -18,7 +18,7 @@ FLOORS = [
     ("estimates", "full_state"),
     ("sharding", "optimizers", "reports"),
     ("extend",),
-    ("extensions", "slow_links", "muon", "ema", "outer_fragments"),
+    ("extensions", "slow_links", "muon", "ema"),
     ("outer_steps", "weight_stream"),
     ("integrations.yaml_file",),  # read by planning, megatron and the command line
     ("planning", "verification", "reliability", "step_trace"),
