@@ -1,22 +1,26 @@
-"""Encoded weights in gathers: ``Codecs(gather=...)``."""
+"""Encoded weights in gathers, ``Codecs(gather=...)``, and the codecs that are refused."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layerzero
-from layerzero import Codecs
+from layerzero import Codecs, Float8Rows, Int4Blocks, Int4Difference, Int8Blocks
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
@@ -90,7 +94,7 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_weight_is_off_by_a_sixteenth_of_the_largest_of_its_row_at_most(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    codec = layerzero.Float8Rows()
+    codec = Float8Rows()
     blocks = [
         ParamRows(0, 5, 40),
         ParamRows(208, 7, 1),
@@ -130,7 +134,7 @@ def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
     encoded = torch.cat([scales.view(torch.uint8), numbers.repeat(37)])
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.zeros(37 * 256, dtype=dtype)
-        layerzero.Float8Rows().decode(encoded, [ParamRows(0, 37, 256)], found)
+        Float8Rows().decode(encoded, [ParamRows(0, 37, 256)], found)
         expected = (exact * scales[:, None]).to(dtype)
         assert torch.equal(found.view(37, 256).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
         assert expected.isfinite().sum() == 37 * 254
@@ -139,11 +143,11 @@ def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
 def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound the temporaries of torch, which layerzero.memory does not count, with torch's profiler."""
     torch.manual_seed(0)
-    codec, blocks = layerzero.Float8Rows(), [ParamRows(0, 500, 1000), ParamRows(500_000, 3, 100_000)]
+    codec, blocks = Float8Rows(), [ParamRows(0, 500, 1000), ParamRows(500_000, 3, 100_000)]
     shard = torch.randn(800_000).bfloat16()
     at_once = torch.empty(codec.nbytes(blocks, shard.dtype), dtype=torch.uint8)
     codec.encode(shard, blocks, at_once)
-    monkeypatch.setattr(layerzero.Float8Rows, "_AT_ONCE", 50_000)
+    monkeypatch.setattr(Float8Rows, "_AT_ONCE", 50_000)
     encoded, found = torch.empty_like(at_once), torch.empty_like(shard)
     for code in (
         lambda: codec.encode(shard, blocks, encoded),
@@ -161,7 +165,7 @@ def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPa
 def test_all_ranks_compute_with_the_same_decoded_weights(rank: int) -> None:
     """Compare the weights used in a forward with the bf16 masters; they must be equal on all ranks."""
     for kept in (True, 2):
-        model = shard(codecs=Codecs(gather=layerzero.Float8Rows()), reshard_after_forward=kept)
+        model = shard(codecs=Codecs(gather=Float8Rows()), reshard_after_forward=kept)
         train(model, rank, 2)
         seen: dict[str, Tensor] = {}
 
@@ -206,7 +210,7 @@ def test_rows_that_tensor_parallelism_has_cut_are_encoded_too(rank: int) -> None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cut = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     weights, losses, sent = [], [], []
-    for codec in (None, AsTheyAre(), layerzero.Float8Rows()):
+    for codec in (None, AsTheyAre(), Float8Rows()):
         model = layerzero.shard_model(
             parallelize_module(make_net(), mesh["tp"], cut),
             mesh=mesh["dp"],
@@ -234,8 +238,8 @@ def test_rows_that_tensor_parallelism_has_cut_are_encoded_too(rank: int) -> None
 @on_ranks(world_size=4)
 def test_bytes_and_memory_are_those_that_are_predicted(rank: int) -> None:
     for size, codec, kept in (
-        (2, layerzero.Float8Rows(), True),
-        (4, layerzero.Float8Rows(), 2),
+        (2, Float8Rows(), True),
+        (4, Float8Rows(), 2),
         (4, AsTheyAre(), True),
     ):
         sent = []
@@ -259,13 +263,13 @@ def test_bytes_and_memory_are_those_that_are_predicted(rank: int) -> None:
         )
         assert sent[1].bytes.get("regather") == sent[0].bytes.get("regather"), "what is kept has been decoded"
         ratio = sent[1].bytes["gather"] / sent[0].bytes["gather"]
-        assert ratio < 0.58 if isinstance(codec, layerzero.Float8Rows) else 0.9 < ratio < 1.1, ratio
+        assert ratio < 0.58 if isinstance(codec, Float8Rows) else 0.9 < ratio < 1.1, ratio
 
 
 @on_ranks(world_size=2, shared_memory="auto")
 def test_where_nothing_is_gathered_it_has_no_effect(rank: int) -> None:
     for size in (1, 2):
-        plain, coded = (shard(size=size, codecs=Codecs(gather=codec)) for codec in (None, layerzero.Float8Rows()))
+        plain, coded = (shard(size=size, codecs=Codecs(gather=codec)) for codec in (None, Float8Rows()))
         for model in (plain, coded):
             train(model, rank)
         assert not different(full_parameters(coded), full_parameters(plain))
@@ -306,21 +310,40 @@ class Shifted(AsTheyAre):
 
 
 @on_ranks(world_size=2)
-def test_what_is_no_codec_or_has_nothing_to_encode_is_refused(rank: int) -> None:
-    codec = layerzero.Float8Rows()
-    for given, settings, text in (
-        ("float8", {}, "must be an object with the methods nbytes, encode, decode .*got 'float8'"),
-        (object(), {}, "layerzero.Float8Rows"),
-        (layerzero.Float8Rows, {}, "must be an object with .*got <class .*Float8Rows"),
-        (Lies(), {}, "Lies.nbytes must return a number of bytes, got 'many'"),
-        (
-            codec,
-            {"mp_policy": None},
-            "encodes weights in bf16 and fp16, but the model computes in .*float32.*param_dtype",
-        ),
-        (codec if rank else None, {}, r"ranks disagree.*codecs.gather"),
-        (Bits(16 if rank else 32), {}, r"ranks disagree.*bytes of Codecs.gather for the root"),
-        (Shifted(rank), {}, r"ranks disagree.*codecs.gather.*Shifted\(by="),
+def test_wrong_and_unequal_codecs_are_refused(rank: int) -> None:
+    float8, int8, int4, difference = Float8Rows(), Int8Blocks(), Int4Blocks(), Int4Difference()
+    fp32, fp16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float16)
+    computes_in_fp32 = r"but the model computes in .*float32.*param_dtype"
+    for kind, methods, example in (("gather", "nbytes, encode, decode", float8), ("hop2", "", int8)):
+        for given in (kind, object(), type(example), difference):
+            text = f"{kind} must be an object with the methods {methods}.*{type(example).__name__}"
+            with pytest.raises(TypeError, match=text):
+                shard(2, codecs=Codecs(**{kind: given}))
+        for given, text in (
+            (Lies(), "Lies.nbytes must return a number of bytes, got 'many'"),
+            (example if rank else None, f"ranks disagree.*codecs.{kind}"),
+            (Bits(16 if rank else 32), f"ranks disagree.*bytes of Codecs.{kind} for the root"),
+            (Shifted(rank), rf"ranks disagree.*codecs.{kind}.*Shifted\(by="),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                shard(2 if kind == "gather" else 1, codecs=Codecs(**{kind: given}))
+    for kind, given, policy, text in (
+        ("gather", float8, fp32, f"encodes weights in bf16 and fp16, {computes_in_fp32}"),
+        ("hop2", Int4Blocks(feedback=rank == 0), BF16, r"ranks disagree.*codecs.hop2"),
+        ("hop2", int4, fp16, r"Int4Blocks adds the encoding errors .* fp16, .*Compute in bf16"),
+        ("refresh", "zip", BF16, r"refresh='zip' is not supported. Use one of"),
+        ("refresh", int4, BF16, r"refresh=Int4Blocks\(.*\) is not supported. Use one of .*Int4Difference"),
+        ("refresh", Int4Difference, BF16, r"refresh=<class.*Int4Difference'> is not supported"),
+        ("refresh", "lossless", fp32, computes_in_fp32),
+        ("refresh", difference, fp32, computes_in_fp32),
+        ("refresh", "lossless" if rank else None, BF16, r"ranks disagree.*codecs.refresh"),
+        ("refresh", difference if rank else None, BF16, r"ranks disagree.*codecs.refresh"),
+        ("refresh", difference if rank else "lossless", BF16, r"ranks disagree.*codecs.refresh"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
-            shard(size=2, codecs=Codecs(gather=given), **settings)
+            shard(2 if kind == "gather" else 1, codecs=Codecs(**{kind: given}), mp_policy=policy)
+    with (
+        mock.patch.dict(sys.modules, {"zstandard": ModuleType("zstandard") if rank else None}),
+        pytest.raises(ValueError, match=r"ranks disagree.*compression that codecs.refresh uses"),
+    ):
+        shard(1, codecs=Codecs(refresh="lossless"))

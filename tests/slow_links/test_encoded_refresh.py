@@ -7,20 +7,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import layerzero
 from layerzero import Codecs, Offload, checkpoint
 from layerzero.comm.collectives import Collective, PendingCollective
-from layerzero.device.accelerator import default_device_type
 from layerzero.engine import weight_storage
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
@@ -659,37 +656,7 @@ def test_observers_and_the_watchdog_see_encoded_refreshes(rank: int) -> None:
     watchdog.close()
 
 
-# --- settings ---
-
-
-def _refused(rank: int) -> None:
-    fp32 = {"mp_policy": MixedPrecisionPolicy()}
-    for codec, settings, text in (
-        ("zip", {}, r"refresh='zip' is not supported. Use one of"),
-        (layerzero.Int4Blocks(), {}, r"refresh=Int4Blocks\(.*\) is not supported. Use one of .*Int4Difference"),
-        (layerzero.Int4Difference, {}, r"refresh=<class.*Int4Difference'> is not supported"),
-        ("lossless", fp32, r"but the model computes in torch.float32. Set param_dtype in mp_policy"),
-        (INT4, fp32, r"but the model computes in torch.float32. Set param_dtype in mp_policy"),
-        ("lossless" if rank else None, {}, r"ranks disagree.*codecs.refresh"),
-        (INT4 if rank else None, {}, r"ranks disagree.*codecs.refresh"),
-        (INT4 if rank else "lossless", {}, r"ranks disagree.*codecs.refresh"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=text):
-            _shard(1, codec, **settings)
-    for name in ("hop2", "gather"):
-        with pytest.raises(TypeError, match=f"{name} must be an object with the methods"):
-            Codecs(**{name: INT4})
-    installed = {"zstandard": ModuleType("zstandard") if rank else None}
-    with (
-        mock.patch.dict(sys.modules, installed),
-        pytest.raises(ValueError, match=r"ranks disagree.*compression that codecs.refresh uses"),
-    ):
-        _shard(1, "lossless")
-
-
-def test_settings_are_checked() -> None:
-    assert default_device_type() == "cpu"
-    run_ranks(_refused, world_size=2)
+# --- where nothing is encoded ---
 
 
 @EACH_CODEC
