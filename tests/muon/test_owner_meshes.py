@@ -29,7 +29,7 @@ from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_caching
-from tests.muon.test_owner_state import Factored, state_alone, whole_state
+from tests.muon.test_owner_state import Factored, expect, put_back, state_alone, whole_state
 from tests.muon.test_owner_step import Wide, adamw, fill_with_integers, grouped, matrices, others
 from tests.muon.test_owner_step import rows as rows_of
 from tests.sharding.test_expert_parallel import UNITS as MIXTURE_UNITS
@@ -242,14 +242,6 @@ def test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks(rank: int)
 # States and checkpoints
 
 
-def expect(model: nn.Module, optimizers: list[Any], name: str, steps: int, case: str) -> None:
-    net, theirs = alone(name, steps)
-    wrong = different(full_parameters(model), dict(net.named_parameters()))
-    for ours, their in zip(optimizers, theirs, strict=True):
-        wrong += different(whole_state(ours), state_alone(their, net))
-    assert not wrong, f"{case}: {wrong}"
-
-
 def trained(tp: int, size: int, name: str, steps: range) -> tuple[nn.Module, list[Any], range]:
     model, batches = tensor_parallel(tp, size)
     optimizers = shard_all(OPTIMIZERS[name](model), model)
@@ -259,23 +251,11 @@ def trained(tp: int, size: int, name: str, steps: range) -> tuple[nn.Module, lis
 
 def _saves(rank: int, path: str, tp: int, size: int, name: str) -> None:
     model, optimizers, batches = trained(tp, size, name, range(2))
-    expect(model, optimizers, name, 2, "trained")
-    kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
+    expect(model, optimizers, alone(name, 2), "trained")
     for index, optimizer in enumerate(optimizers):
         checkpoint.save(f"{path}-{index}", model, optimizer)
-    parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
-    steps_of(model, optimizers, batches, range(2, 4), dist.get_world_size() / tp)
-    for optimizer, state in zip(optimizers, kept, strict=True):
-        optimizer.load_state_dict(state)
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            value.copy_(parameters[key])
-    expect(model, optimizers, name, 2, "put back")
-    net, theirs = alone(name, 3)
-    for optimizer, their in zip(optimizers, theirs, strict=True):
-        optimizer.load_state_dict(their.state_dict())  # by number, full
-    layerzero.load_full_state_dict(model, net.state_dict())
-    expect(model, optimizers, name, 3, "from one process")
+    go_on = partial(steps_of, model, optimizers, batches, share=dist.get_world_size() / tp)
+    put_back(model, optimizers, partial(alone, name), go_on, name)
 
 
 def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> None:
@@ -283,9 +263,9 @@ def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> None:
     for index, optimizer in enumerate(optimizers):
         checkpoint.load(f"{path}-{index}", model, optimizer)
     case = f"D={dist.get_world_size()} tp={tp} S={size}"
-    expect(model, optimizers, name, 2, f"{case} loaded")
+    expect(model, optimizers, alone(name, 2), f"{case} loaded")
     steps_of(model, optimizers, batches, range(2, 4), dist.get_world_size() / tp)
-    expect(model, optimizers, name, 4, f"{case} resumed")
+    expect(model, optimizers, alone(name, 4), f"{case} resumed")
 
 
 PLACES = [(4, 2, 2), (2, 2, 1), (4, 1, 2), (1, 1, 1)]  # ranks, tp, S
@@ -350,14 +330,14 @@ STACKS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def stacks_alone(name: str, steps: int) -> tuple[nn.Module, Optimizer]:
+def stacks_alone(name: str, steps: int) -> tuple[nn.Module, list[Optimizer]]:
     net = Linearly()
     theirs = STACKS[name](net)
     for step in range(steps):
         integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
         theirs.step()
         theirs.zero_grad()
-    return net, theirs
+    return net, [theirs]
 
 
 def stacks_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -367,13 +347,6 @@ def stacks_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
 
-def expect_stacks(model: nn.Module, optimizer: Any, name: str, steps: int) -> None:
-    net, theirs = stacks_alone(name, steps)
-    wrong = different(full_parameters(model), dict(net.named_parameters()))
-    wrong += different(whole_state(optimizer), state_alone(theirs, net))
-    assert not wrong, f"{name} after {steps}: {wrong}"
-
-
 def _saves_stacks(rank: int, path: str, name: str) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
@@ -381,7 +354,7 @@ def _saves_stacks(rank: int, path: str, name: str) -> None:
     assert (owner.axis is None) is (name == "each matrix"), "nothing crosses the ep axis where nothing has to"
     for step in range(2):
         stacks_step(model, optimizer, rank, step)
-    expect_stacks(model, optimizer, name, 2)
+    expect(model, [optimizer], stacks_alone(name, 2), name)
     kept = copy.deepcopy(optimizer.state_dict_by_name())
     optimizer.load_state_dict(kept)
     checkpoint.save(path, model, optimizer)
@@ -391,9 +364,9 @@ def _resumes_stacks(rank: int, path: str, name: str, ep: int, expert_size: int) 
     model = mixture(ep, 2, expert_size=expert_size, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
     checkpoint.load(path, model, optimizer)
-    expect_stacks(model, optimizer, name, 2)
+    expect(model, [optimizer], stacks_alone(name, 2), name)
     stacks_step(model, optimizer, rank, 2)
-    expect_stacks(model, optimizer, name, 3)
+    expect(model, [optimizer], stacks_alone(name, 3), name)
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -442,7 +415,7 @@ def _both_axes(rank: int, name: str) -> None:
         integer_loss(model, union(share)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    expect_stacks(model, optimizer, name, 3)
+    expect(model, [optimizer], stacks_alone(name, 3), name)
 
 
 def test_stacks_of_experts_that_tensor_parallelism_cuts_are_put_together_along_that_axis_alone() -> None:

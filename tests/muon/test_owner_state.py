@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +111,46 @@ def sharded(name: str, zero3_size: int) -> tuple[nn.Module, list[layerzero.Shard
     return model, shard_all(CASES[name](model), model)
 
 
-def expect(model: nn.Module, optimizers: Iterable[Any], name: str, steps: int, case: str) -> None:
-    net, theirs = alone(name, steps)
+def expect(model: nn.Module, optimizers: Iterable[Any], alone: tuple[nn.Module, list[Optimizer]], case: str) -> None:
+    """Compare parameters and states with those of training in one process."""
+    net, theirs = alone
     wrong = different(full_parameters(model), dict(net.named_parameters()))
     for ours, their in zip(optimizers, theirs, strict=True):
         wrong += different(whole_state(ours), state_alone(their, net))
     assert not wrong, f"{case}: {wrong}"
 
 
+def put_back(
+    model: nn.Module,
+    optimizers: list[Any],
+    alone: Callable[[int], tuple[nn.Module, list[Optimizer]]],
+    train: Callable[[range], None],
+    case: str,
+) -> None:
+    """Put states of two steps back by name after four steps, then those of three steps of one process by number."""
+    kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
+    parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
+    train(range(2, 4))
+    expect(model, optimizers, alone(4), case)
+    for optimizer, state in zip(optimizers, kept, strict=True):
+        optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            value.copy_(parameters[key])
+    expect(model, optimizers, alone(2), f"{case}, put back")
+    net, theirs = alone(3)
+    for optimizer, their in zip(optimizers, theirs, strict=True):
+        optimizer.load_state_dict(their.state_dict())  # full values
+    layerzero.load_full_state_dict(model, net.state_dict())
+    expect(model, optimizers, alone(3), f"{case}, from one process")
+    train(range(3, 4))
+    expect(model, optimizers, alone(4), f"{case}, went on")
+
+
 def _save(rank: int, path: str, zero3_size: int, name: str) -> None:
     model, optimizers = sharded(name, zero3_size)
     train(model, optimizers, range(2))
-    expect(model, optimizers, name, 2, "trained")
+    expect(model, optimizers, alone(name, 2), "trained")
     for index, optimizer in enumerate(optimizers):
         checkpoint.save(f"{path}-{index}", model, optimizer)
     first, *others = optimizers
@@ -134,15 +163,15 @@ def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
     for index, optimizer in enumerate(optimizers):
         checkpoint.load(f"{path}-{index}", model, optimizer)
     case = f"D={dist.get_world_size()} S={zero3_size}"
-    expect(model, optimizers, name, 2, f"{case} loaded")
+    expect(model, optimizers, alone(name, 2), f"{case} loaded")
     train(model, optimizers, range(2, 4))
-    expect(model, optimizers, name, 4, f"{case} resumed")
+    expect(model, optimizers, alone(name, 4), f"{case} resumed")
     if len(optimizers) > 1:
         first, *others = optimizers
         extra = checkpoint.load(path, model, first)
         for other, state in zip(others, extra["others"], strict=True):
             other.load_state_dict(state)
-        expect(model, optimizers, name, 2, f"{case} loaded with the states of the others in extra")
+        expect(model, optimizers, alone(name, 2), f"{case} loaded with the states of the others in extra")
 
 
 # A file is cut by its ranks, for any optimizer: each is saved with both axes, some elsewhere.
@@ -165,22 +194,7 @@ def _states(rank: int, zero3_size: int) -> None:
     for name in NAMES:
         model, optimizers = sharded(name, zero3_size)
         train(model, optimizers, range(2))
-        kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
-        parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
-        train(model, optimizers, range(2, 4))
-        expect(model, optimizers, name, 4, name)
-        for optimizer, state in zip(optimizers, kept, strict=True):
-            optimizer.load_state_dict(state)
-        with torch.no_grad():
-            for key, value in model.named_parameters():
-                value.copy_(parameters[key])
-        expect(model, optimizers, name, 2, f"{name}, put back")
-        net, theirs = alone(name, 3)
-        for optimizer, their in zip(optimizers, theirs, strict=True):
-            optimizer.load_state_dict(their.state_dict())  # by number, full
-        layerzero.load_full_state_dict(model, net.state_dict())
-        train(model, optimizers, range(3, 4))
-        expect(model, optimizers, name, 4, f"{name}, from one process")
+        put_back(model, optimizers, partial(alone, name), partial(train, model, optimizers), name)
 
 
 @pytest.mark.sample(1)
@@ -197,9 +211,9 @@ def test_a_state_from_before_sharding_goes_to_the_owners(rank: int) -> None:
     train(source, optimizers, range(2))
     model = layerzero.shard_model(source, mesh=mesh_of(2), units=Wide.UNITS)
     ours = shard_all(optimizers, model)
-    expect(model, ours, name, 2, "taken over")
+    expect(model, ours, alone(name, 2), "taken over")
     train(model, ours, range(2, 4))
-    expect(model, ours, name, 4, "went on")
+    expect(model, ours, alone(name, 4), "went on")
 
 
 class Keeping(LayerwiseScaling):
