@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CurrentStream",
     "HostDeviceCopies",
     "StreamEvent",
     "StreamUses",
@@ -18,6 +17,7 @@ __all__ = [
     "default_device_type",
     "device_module",
     "host_memory",
+    "keep_until_done",
     "require_no_capture",
     "synchronize_current_stream",
 ]
@@ -71,40 +71,9 @@ def synchronize_current_stream(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class CurrentStream:
-    """Access to the current stream of a device, to record events on it and to make it wait for events."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    @classmethod
-    def of(cls, device: torch.device) -> CurrentStream | None:
-        """Return a :class:`CurrentStream` for a device, or None for the CPU, which has no streams."""
-        module = device_module(device)
-        return None if module is None else cls(module)
-
-    def current(self) -> Any:
-        """Return the current stream."""
-        return self._module.current_stream()
-
-    def switched_to(self, stream: Any) -> AbstractContextManager[object]:
-        """Return a context in which `stream` is current."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
-
-    @staticmethod
-    def keep_until_done(tensor: Tensor, stream: Any) -> None:
-        """Prevent reuse of a tensor's memory, even if it is freed, until `stream` has completed its work so far."""
-        tensor.record_stream(stream)
-
-    def record_event(self) -> StreamEvent:
-        """Record an event after all work enqueued on the current stream, and return the event."""
-        return self._module.current_stream().record_event()
-
-    def wait_event(self, mark: StreamEvent) -> None:
-        """Make the current stream wait for `mark`. The host does not wait."""
-        if mark is not None:
-            self._module.current_stream().wait_event(mark)
+def keep_until_done(tensor: Tensor, stream: Any) -> None:
+    """Prevent reuse of a tensor's memory, even if it is freed, until `stream` has completed its work so far."""
+    tensor.record_stream(stream)
 
 
 class StreamUses:
@@ -114,13 +83,13 @@ class StreamUses:
     stream may differ from the stream that is current when the buffer is copied.
     """
 
-    def __init__(self, order: CurrentStream | None) -> None:
-        self._order = order
+    def __init__(self, module: Any) -> None:
+        self._module = module  # see `device_module`
         self._streams: list[Any] = []
 
     def record_use(self) -> None:
         """Record that the current stream is about to use the buffer."""
-        if self._order is not None and (stream := self._order.current()) not in self._streams:
+        if self._module is not None and (stream := self._module.current_stream()) not in self._streams:
             self._streams.append(stream)
 
     def record_events(self) -> list[StreamEvent]:
@@ -143,12 +112,11 @@ class HostDeviceCopies:
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         self.device = device
-        self.order = CurrentStream.of(device)
-        self.pins = self.order is not None
+        self.module = device_module(device)
+        self.pins = self.module is not None
         self._pin_memory = pin_memory
-        self._module: Any = device_module(device)
         self._copy_streams: Any = (
-            {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
+            {to_host: self.module.Stream(device) for to_host in (False, True)} if self.pins else None
         )
 
     def device_buffer(self, nbytes: int) -> Tensor:
@@ -168,7 +136,7 @@ class HostDeviceCopies:
     def on_copy_stream(self, *, to_host: bool) -> AbstractContextManager[object]:
         """Return a context in which the copy stream of one direction is current."""
         stream: AbstractContextManager[object] = (
-            nullcontext() if self._copy_streams is None else self._module.stream(self._copy_streams[to_host])
+            nullcontext() if self._copy_streams is None else self.module.stream(self._copy_streams[to_host])
         )
         return stream
 
@@ -183,11 +151,11 @@ class HostDeviceCopies:
             target.copy_(source)
             return None
         side = self._copy_streams[to_host]
-        side.wait_stream(self._module.current_stream())
+        side.wait_stream(self.module.current_stream())
         for mark in after:
             if mark is not None:
                 side.wait_event(mark)
-        with self._module.stream(side):
+        with self.module.stream(side):
             target.copy_(source, non_blocking=True)
         return side.record_event()
 
@@ -198,5 +166,5 @@ class HostDeviceCopies:
 
     def wait(self, mark: StreamEvent) -> None:
         """Make the current stream wait for the copy with the event `mark`. The host does not wait."""
-        if self.order is not None:
-            self.order.wait_event(mark)
+        if mark is not None:
+            self.module.current_stream().wait_event(mark)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from layerzero.device.accelerator import CurrentStream, StreamEvent
+from layerzero.device.accelerator import StreamEvent, device_module, keep_until_done
 
 __all__ = [
     "BufferPool",
@@ -85,8 +85,7 @@ class BufferPool:
     @staticmethod
     def of(device: torch.device) -> BufferPool:
         """Return a new pool for a device."""
-        order = CurrentStream.of(device)
-        return BufferPool(device) if order is None else DeviceBufferPool(device, order)
+        return BufferPool(device) if device_module(device) is None else DeviceBufferPool(device)
 
     def set_predicted(self, buffers: Mapping[Size, int], nbytes: int) -> None:
         """Set the predicted number of buffers by size, and their total number of bytes, `nbytes`.
@@ -161,10 +160,10 @@ class DeviceBufferPool(BufferPool):
     grow to twice the maximum number of bytes in use.
     """
 
-    def __init__(self, device: torch.device, order: CurrentStream) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._order = order
-        self._main_stream = order.current()
+        self._module = device_module(device)
+        self._main_stream = self._module.current_stream()
         self._released: deque[_Released] = deque()  # oldest first
         self.held_bytes = 0  # bytes of all existing buffers
         self._in_use = 0  # bytes of buffers that were acquired and not released
@@ -186,24 +185,25 @@ class DeviceBufferPool(BufferPool):
             for index, released in enumerate(self._released):
                 if (released.buffer.numel(), released.buffer.dtype) == key:
                     del self._released[index]
-                    self._order.wait_event(released.mark)
+                    self._module.current_stream().wait_event(released.mark)
                     return released.buffer
         exceeded = self._peak_in_use > self.predicted_bytes
         limit = 2 * self._peak_in_use if exceeded else self.predicted_bytes
         while self._released and self.held_bytes + numel * dtype.itemsize > limit:
             oldest = self._released.popleft()
             if (oldest.buffer.numel(), oldest.buffer.dtype) == key:
-                self._order.wait_event(oldest.mark)
+                self._module.current_stream().wait_event(oldest.mark)
                 return oldest.buffer
             self._main_stream.wait_event(oldest.mark)
             self._subtract(oldest.buffer)
         return self._allocate(numel, dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._order.switched_to(self._main_stream):
+        with self._module.stream(self._main_stream):
             buffer = torch.empty(numel, dtype=dtype, device=self.device)
-        if self._order.current() != self._main_stream:  # earlier work of that stream may still use the memory
-            self._order.wait_event(self._main_stream.record_event())
+        current = self._module.current_stream()
+        if current != self._main_stream:  # earlier work of that stream may still use the memory
+            current.wait_event(self._main_stream.record_event())
         self._made[numel, dtype] += 1
         self.held_bytes += buffer.untyped_storage().nbytes()
         self.most_bytes = max(self.most_bytes, self.held_bytes)
@@ -211,7 +211,8 @@ class DeviceBufferPool(BufferPool):
 
     def release(self, buffer: Tensor) -> None:
         self._in_use -= buffer.nbytes
-        self._released.append(_Released(buffer, self._order.record_event(), self._order.current()))
+        current = self._module.current_stream()
+        self._released.append(_Released(buffer, current.record_event(), current))
 
     def trim(self) -> None:
         while self._released:
@@ -223,7 +224,7 @@ class DeviceBufferPool(BufferPool):
         with suppress(Exception):  # at the exit of the interpreter
             for released in self._released:
                 if released.stream != self._main_stream:
-                    self._order.keep_until_done(released.buffer, released.stream)
+                    keep_until_done(released.buffer, released.stream)
 
     def _subtract(self, buffer: Tensor) -> None:
         self._made[buffer.numel(), buffer.dtype] -= 1
@@ -252,7 +253,7 @@ class FullBufferPool:
         self.most_bytes = 0  # maximum of the sum of used and cached bytes so far
         self._lent_bytes = 0
         self._device = device
-        self._order = CurrentStream.of(device)
+        self._module = device_module(device)
         self._cached: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached memory, by size
         self._empty: list[UntypedStorage] = []
         self._last_addresses: dict[int, int] = {}  # last address of each storage
@@ -268,8 +269,8 @@ class FullBufferPool:
         cached = self._cached[nbytes]
         if cached:
             source, event = cached.pop(self._previous_index(storage, cached))
-            if self._order is not None:
-                self._order.wait_event(event)
+            if event is not None:
+                self._module.current_stream().wait_event(event)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
             self._empty.append(source)
             self.cached_bytes -= nbytes
@@ -277,8 +278,8 @@ class FullBufferPool:
             self._shrink_cache_to(self.limit - self._lent_bytes - nbytes)
             storage.resize_(nbytes)
             self.allocations += 1
-            if self._order is not None:
-                self._streams[storage.data_ptr()] = self._order.current()
+            if self._module is not None:
+                self._streams[storage.data_ptr()] = self._module.current_stream()
         self._lent_bytes += nbytes
         self._last_addresses[storage._cdata] = storage.data_ptr()
         self.most_bytes = max(self.most_bytes, self._lent_bytes + self.cached_bytes)
@@ -287,13 +288,14 @@ class FullBufferPool:
         """Free the memory of a storage. The size of the storage becomes 0 bytes."""
         nbytes = storage.nbytes()
         self._lent_bytes = max(0, self._lent_bytes - nbytes)  # the initial memory of a storage is not from the pool
+        event = None if self._module is None else self._module.current_stream().record_event()
         if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-            self._cached[nbytes].append((target, None if self._order is None else self._order.record_event()))
+            self._cached[nbytes].append((target, event))
             self.cached_bytes += nbytes
         else:
-            self._free(storage, None if self._order is None else self._order.record_event())
+            self._free(storage, event)
 
     def _free(self, storage: UntypedStorage, used: StreamEvent) -> None:
         """Return the memory of a storage to the allocator, which reuses it only after the event `used`."""

@@ -30,7 +30,6 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,7 +46,6 @@ __all__ = [
     "DeferredCollectiveError",
     "DeviceStream",
     "DeviceStreams",
-    "ImmediateStreams",
     "PendingWait",
     "ReductionStreams",
     "Stream",
@@ -77,46 +75,52 @@ class PendingWait:
     wait: Callable[[], None]
 
 
-class Stream(ABC):
-    """Queue of operations that run in order; see [Note: Streams]."""
+_COMPLETED = PendingWait(lambda: None)  # event that has already completed
 
-    @abstractmethod
+
+class Stream:
+    """Queue of operations that run in order; see [Note: Streams]. This class runs each operation at once."""
+
     def run(self, operation: Operation) -> None:
         """Enqueue an operation."""
+        operation()
 
-    @abstractmethod
     def wait_event(self, awaited: Waitable) -> None:
         """Make operations that are enqueued later wait for `awaited`."""
+        self.run(awaited.wait)
 
-    @abstractmethod
     def record_event(self, *name: str) -> Waitable:
         """Return an event that completes after all operations enqueued so far.
 
         Args:
             name: words that name the event in torch's profiler if the host waits for it.
         """
+        return _COMPLETED
 
 
-class ReductionStreams(ABC):
+class ReductionStreams:
     """Streams on which a model's reductions run: `zero3` for hop 1, and `replica` for hop 2.
 
     `replica` waits for events of `zero3`. If threads act as streams, they wait for collectives and add their results.
     The host launches the first collective of each reduction, and `zero3` launches each hop 2 that follows a hop 1.
+    This class runs each operation at once in the calling thread, without overlap.
     """
 
-    zero3: Stream
-    replica: Stream
     off_main_thread = False  # True if background threads wait for collectives instead of the main thread
     host_is_ahead = False  # True if operations have only been enqueued when `run` returns, as on a device
+
+    def __init__(self, zero3: Stream, replica: Stream) -> None:
+        self.zero3 = zero3
+        self.replica = replica
 
     @property
     def failed(self) -> bool:
         """True if the thread that launches hop 2 has failed since the last :meth:`synchronize`."""
         return False
 
-    @abstractmethod
     def record_gradients_event(self) -> Waitable:
         """Record and return an event that completes after the program's work so far, which includes its gradients."""
+        return _COMPLETED
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Drop the oldest events in `marks` until at most `most` remain.
@@ -126,25 +130,21 @@ class ReductionStreams(ABC):
         while len(marks) > most:
             marks.popleft()
 
-    def keep_until_done(self, tensor: torch.Tensor) -> None:  # noqa: B027 - the host waits for threads
+    def keep_until_done(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor, even after the tensor is freed, until all work enqueued so far has run."""
 
-    def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
+    def check(self) -> None:
         """Raise the stored error if a background thread has found that a collective failed."""
 
-    def close(self) -> None:  # noqa: B027 - most subclasses have no threads
+    def close(self) -> None:
         """End the stream threads once they have completed their pending work."""
 
-    @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         """Make subsequent work of the program run after all operations on all streams, and clear all `marks`."""
-
-
-def _do_nothing() -> None:
-    pass
-
-
-_COMPLETED = PendingWait(_do_nothing)  # event that has already completed
+        for stream in (self.zero3, self.replica):
+            stream.record_event().wait()
+        for events in marks:
+            events.clear()
 
 
 # Host threads
@@ -290,7 +290,7 @@ class ThreadStreams(ReductionStreams):
     def __init__(self) -> None:
         self._failures = _Failures()
         zero3, replica = (ThreadStream(name, self._failures) for name in ("zero3", "replica"))
-        self.zero3, self.replica = zero3, replica
+        super().__init__(zero3, replica)
         self._threads = (zero3, replica)
         self._launcher = zero3.thread  # thread that launches each hop 2 that follows a hop 1
         for stream in self._threads:
@@ -336,34 +336,6 @@ class ThreadStreams(ReductionStreams):
         self._failures.check(settled=True)
 
 
-# Operations that run immediately
-
-
-class _ImmediateStream(Stream):
-    def run(self, operation: Operation) -> None:
-        operation()
-
-    def wait_event(self, awaited: Waitable) -> None:
-        awaited.wait()
-
-    def record_event(self, *name: str) -> Waitable:
-        return _COMPLETED
-
-
-class ImmediateStreams(ReductionStreams):
-    """Reduction streams that run each operation immediately in the calling thread, without overlap."""
-
-    def __init__(self) -> None:
-        self.zero3 = self.replica = _ImmediateStream()
-
-    def record_gradients_event(self) -> Waitable:
-        return _COMPLETED
-
-    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for events in marks:
-            events.clear()
-
-
 # Device streams
 
 
@@ -395,9 +367,6 @@ class DeviceStream(Stream):
         with self._module.stream(self._stream):
             operation()
 
-    def wait_event(self, awaited: Waitable) -> None:
-        self.run(awaited.wait)
-
     def wait_current(self) -> None:
         """Make later operations on this stream wait for all work that was enqueued on the current stream."""
         self._stream.wait_stream(self._module.current_stream())
@@ -421,9 +390,9 @@ class DeviceStreams(ReductionStreams):
     host_is_ahead = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(DeviceStream(device), DeviceStream(device))
         self._module = device_module(device)
         self._first_stream = self._module.current_stream()
-        self.zero3, self.replica = DeviceStream(device), DeviceStream(device)
 
     def record_gradients_event(self) -> Waitable:
         current = self._module.current_stream()
@@ -434,12 +403,6 @@ class DeviceStreams(ReductionStreams):
         for stream in (self.zero3, self.replica):
             stream.keep_until_done(tensor)
 
-    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for stream in (self.zero3, self.replica):
-            stream.record_event().wait()
-        for events in marks:
-            events.clear()
-
 
 def make_reduction_streams(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
     """Return the streams for the reductions of a model; see [Note: Streams].
@@ -449,4 +412,4 @@ def make_reduction_streams(device: torch.device, *, on_gloo: bool) -> ReductionS
     """
     if device_module(device) is not None:
         return DeviceStreams(device)
-    return ThreadStreams() if on_gloo else ImmediateStreams()
+    return ThreadStreams() if on_gloo else ReductionStreams(Stream(), Stream())

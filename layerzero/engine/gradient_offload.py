@@ -205,7 +205,7 @@ class _Slabs:
     def __init__(self, transfers: HostDeviceCopies) -> None:
         self.transfers = transfers
         self.lock = threading.RLock()
-        self._slabs = [_Slab(StreamUses(transfers.order)) for _ in range(_SLABS)]  # least recently used first
+        self._slabs = [_Slab(StreamUses(transfers.module)) for _ in range(_SLABS)]  # least recently used first
         self._accumulators_by_unit: dict[Hashable, _UnitAccumulators] = {}
 
     @property

@@ -304,7 +304,7 @@ class HostStorage(GradientStorage):
         self._host: Tensor | None = None
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._device: Tensor | None = None  # scratch buffer while the storage is open
-        self._stream_uses = StreamUses(transfers.order)
+        self._stream_uses = StreamUses(transfers.module)
 
     @property
     def host_bytes(self) -> int:

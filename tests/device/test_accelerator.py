@@ -173,7 +173,7 @@ needs_caching = pytest.mark.skipif(
 def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_cache: bool) -> None:
     device = _Log()
     with (
-        mock.patch("layerzero.device.accelerator.device_module", lambda _: device),
+        mock.patch("layerzero.device.buffer_pools.device_module", lambda _: device),
         mock.patch.object(FullBufferPool, "can_cache", can_cache),
     ):
         pool = FullBufferPool(torch.device("cpu"))

@@ -34,13 +34,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
+from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import DeviceBufferPool
 from layerzero.device.streams import DeviceStream, _DeviceEvents
 from tests.support import wrapped_gloo
 
 NAME = "device"
-_MODULES = ("comm.collectives", "device.accelerator", "device.streams", "engine.rank_traits", "engine.scheduler")
+_MODULES = (
+    "comm.collectives",
+    "comm.watchdog",
+    "device.accelerator",
+    "device.buffer_pools",
+    "device.streams",
+    "engine.rank_traits",
+    "engine.scheduler",
+    "sharding.shard_model",
+)
 _MOST_LATE = 2e-3  # seconds
 _PATIENCE = 20.0
 _REGISTER = "register_post_accumulate_grad_hook"
@@ -242,7 +251,7 @@ class Device:
             for module in _MODULES:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", DeviceCopies))
-            stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
+            stack.enter_context(mock.patch("layerzero.device.buffer_pools.keep_until_done", self._poison_later))
             stack.enter_context(mock.patch.object(DeviceStream, "keep_until_done", self._keep))
             stack.enter_context(mock.patch.object(_DeviceEvents, "query", _query))
             stack.enter_context(mock.patch.object(DeviceBufferPool, "_subtract", self._poisons()))
