@@ -31,11 +31,11 @@ class RankTraits:
             transport,
             adds_hop2=mesh_info.replica_comm.sums_locally,
             on_device=device_module(mesh_info.device) is not None,
-            weights_in_host=offload_params and not transport.full_buffer_resident,
+            weights_in_host=offload_params and not transport.shares_memory,
         )
 
     @property
     def needs_gather(self) -> bool:
         """True if the full buffer has memory in addition to the ZeRO-3 shard."""
-        resident = self.transport.full_buffer_resident or self.grid.same_elements(Extent.ZERO3, Extent.FULL)
+        resident = self.transport.shares_memory or self.grid.same_elements(Extent.ZERO3, Extent.FULL)
         return self.weights_in_host or not resident

@@ -208,7 +208,7 @@ class ReductionSpec:
         for number, stage in enumerate(self.stages):
             dtype = master if number else self.incoming_dtype
             numel, is_rounded = traits.grid.numel(layout, stage.source), dtype != stage.wire_dtype
-            is_read_in_place = stage.collective is Collective.HOP1 and not traits.transport.receives_copies
+            is_read_in_place = stage.collective is Collective.HOP1 and traits.transport.shares_memory
             if stage.source is self.accumulator_extent and self.separate_dtype is None:
                 leaves_slab = offload.grads and (is_read_in_place or number > 0)
                 sends_copy = leaves_slab or (is_rounded and not is_read_in_place)

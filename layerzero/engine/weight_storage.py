@@ -27,7 +27,7 @@ from torch import Tensor
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
 from layerzero.comm.refreshers import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
-from layerzero.comm.transport.base import FullBuffer, GatherOptions, LocalBuffer
+from layerzero.comm.transport.base import FullBuffer, GatherOptions
 from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
@@ -106,11 +106,12 @@ class WeightStorage:
 
         grid, dtype = self.mesh_info.grid, precision.compute
         numel, copies = grid.numel(layout, Extent.ZERO3), mesh.pools.weights_to_host
-        if copies is not None and not mesh.transport.traits.full_buffer_resident:
+        if copies is not None and not mesh.transport.traits.shares_memory:
             self.host_shard = HostShard(numel, dtype, copies, mesh.pools.scratch)
         self.buffer: FullBuffer
         if has_extension:
-            self.buffer = LocalBuffer(torch.zeros(numel, dtype=dtype, device=self.mesh_info.device))
+            shard = torch.zeros(numel, dtype=dtype, device=self.mesh_info.device)
+            self.buffer = FullBuffer(shard, shard)
         else:
             self.buffer = mesh.transport.full_buffer(layout, dtype, options._replace(host_shard=self.host_shard))
         self._own_part = self.zero3_shard[grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)]

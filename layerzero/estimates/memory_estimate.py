@@ -105,7 +105,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                     sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
             elif grid.zero3_size > 1:
                 part_bytes = handle.coded // grid.zero3_size or zero3_numel * compute.itemsize
-                sent = 0 if transport.full_buffer_resident else (grid.zero3_size - 1) * part_bytes
+                sent = 0 if transport.shares_memory else (grid.zero3_size - 1) * part_bytes
                 sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
             if kept_bytes := unit.post_forward_bytes_of(handle):
                 sent_bytes.setdefault(Collective.REGATHER.value, []).append(
@@ -116,7 +116,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                 sent_bytes.setdefault(Collective.REFRESH.value, []).append(sent)
             for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
                 is_hop1, dtype = stage.collective is Collective.HOP1, stage.wire_dtype
-                if is_hop1 and transport.rounds_on_read and handle.has_persistent_send_buffer(config):
+                if is_hop1 and transport.shares_memory and handle.has_persistent_send_buffer(config):
                     dtype = handle.precision.master
                 ranks, source_numel = (grid.zero3_size, full_numel) if is_hop1 else (grid.replicas, zero3_numel)
                 sent = (ranks - 1) * (source_numel // ranks) * dtype.itemsize

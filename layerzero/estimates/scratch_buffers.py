@@ -108,7 +108,7 @@ def _count_on_cpu(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits
         if use in _RECEIVING:
             at_once = _max_receiving_at_once(members, handles)
             at_once += first - 1 if use is BufferUse.ARRIVAL_AND_FIRST else 0
-        if use in _SENT_IN_PLACE and not traits.transport.receives_copies:
+        if use in _SENT_IN_PLACE and traits.transport.shares_memory:
             outgoing[size] += min(len(members) + 1, at_once + _BUFFERS_STILL_READ)
         else:
             buffers_by_handle = Counter(map(id, members)).values()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.transport.selection import process_group_traits
+from layerzero.comm.transport.base import TransportTraits
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.rank_traits import RankTraits
 from layerzero.estimates.specs import UnitSpec
@@ -59,7 +59,7 @@ def plan_unit_specs(
     adds = not on_device or config.root_policy(units[0].called[0]).fp32_accumulation
     where = RankTraits(
         ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=config.zero3_size),
-        process_group_traits(sums_locally=adds),
+        TransportTraits(sums_locally=adds),
         adds_hop2=adds,
         on_device=on_device,
         weights_in_host=config.offload.params,

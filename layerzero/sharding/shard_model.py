@@ -24,7 +24,7 @@ from layerzero.comm.process_groups import (
 )
 from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
-from layerzero.comm.transport.selection import process_group_traits, select_transports
+from layerzero.comm.transport.selection import select_transports
 from layerzero.comm.waits import monitor_waits
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import (
@@ -376,7 +376,7 @@ def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTr
 
     Both transports lead to the same plans.
     """
-    traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
+    traits = TransportTraits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload.params)
 
 

@@ -259,7 +259,7 @@ def _first_rank(rank: int) -> None:
         assert_same_bits(ours, expected if rank == 0 else {}, size)
         sent = {axis: count for (kind, axis), count in counters.bytes.items() if kind == "unshard"}
         assert sent.keys() <= {"zero3"}, "nothing crosses replicas"
-        shared = get_state(model).transports[0].traits.full_buffer_resident
+        shared = get_state(model).transports[0].traits.shares_memory
         assert bool(sent.get("zero3")) == (rank < size and size > 1 and not shared), (size, sent)
         if sent.get("zero3"):
             whole = sum(value.nbytes for name, value in expected.items() if name in full_names(model))

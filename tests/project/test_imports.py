@@ -92,13 +92,12 @@ def test_imports_point_one_way() -> None:
 
 def test_only_the_selection_names_a_transport() -> None:
     folder = "layerzero.comm.transport"
-    concrete = {f"{folder}.process_group", f"{folder}.shared_memory", f"{folder}.post_forward_shard"}
-    own = {f"{folder}.selection", f"{folder}.process_group"}  # the latter keeps post-forward shards
+    concrete = {f"{folder}.process_group", f"{folder}.shared_memory"}
     wrong = {
         module: named
         for module, imported in _modules(for_types=True).items()
         if (named := {each for each in imported if each in concrete or each.startswith(f"{folder}.shm_")})
-        and module not in own
+        and module != f"{folder}.selection"
         and not (module == f"{folder}.shared_memory" or module.startswith(f"{folder}.shm_"))
     }
     assert not wrong, wrong

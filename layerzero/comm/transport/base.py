@@ -42,7 +42,6 @@ __all__ = [
     "BufferDemand",
     "FullBuffer",
     "GatherOptions",
-    "LocalBuffer",
     "SendBuffer",
     "Transport",
     "TransportTraits",
@@ -54,11 +53,16 @@ __all__ = [
 class TransportTraits:
     """Properties of a transport that determine memory and traffic."""
 
-    name: str  # for reports
-    full_buffer_resident: bool  # full buffers always contain the shards of all ranks and are neither gathered nor freed
-    sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; if False, the backend adds them
-    receives_copies: bool  # hop 1 receives into scratch buffers; if False, peers read the send buffers in place
-    rounds_on_read: bool  # send buffers keep their own dtype, and the receiver rounds to the wire dtype
+    # In hop 1, each rank adds the parts of all ranks in fp32. If False, the backend adds them.
+    sums_locally: bool
+    # Full buffers always contain the shards of all ranks, and are neither gathered nor freed. Peers read send buffers
+    # in place, in the dtype of the gradients, and round to the wire dtype. If False, hop 1 receives into scratch.
+    shares_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name for reports."""
+        return "shared_memory" if self.shares_memory else "process_group"
 
 
 class GatherOptions(NamedTuple):
@@ -79,8 +83,10 @@ class BufferDemand:
     gradients: tuple[Size, ...]  # sizes of the full gradients of all handles, in master dtype
 
 
-class FullBuffer(ABC):
+class FullBuffer:
     """Full buffer of one handle, and the ZeRO-3 shard of this rank.
+
+    This class never gathers. Either the shard is the full buffer (S = 1), or an all-gather extension gathers the shard.
 
     Attributes:
         full: full buffer, 1-D [G], compute dtype. Its storage is empty while the buffer is not allocated.
@@ -116,7 +122,6 @@ class FullBuffer(ABC):
         """True if the next gather uses post-forward shards."""
         return False
 
-    @abstractmethod
     def gather(self, *, name: str, after: PendingCollective | None = None) -> Waitable | None:
         """Start filling `full` with the shards of all ranks. Return None if no wait is needed.
 
@@ -125,17 +130,18 @@ class FullBuffer(ABC):
             after: refresh for which the gather waits instead of the caller. Must be None unless
                 `gather_waits_for_refresh` is True.
         """
+        return None
 
-    def free(self) -> None:  # noqa: B027 - a resident buffer frees nothing
+    def free(self) -> None:
         """Free the memory of `full`."""
 
-    def keep_post_forward(self) -> None:  # noqa: B027
+    def keep_post_forward(self) -> None:
         """Keep a post-forward shard of the gathered buffer, if the options enable it."""
 
-    def drop_post_forward(self) -> None:  # noqa: B027
+    def drop_post_forward(self) -> None:
         """Free the post-forward shard."""
 
-    def publish(self, pending: PendingRefresh | None) -> None:  # noqa: B027
+    def publish(self, pending: PendingRefresh | None) -> None:
         """Make the new contents of `shard` visible to the peers; see [Note: Write rounds].
 
         Args:
@@ -143,21 +149,8 @@ class FullBuffer(ABC):
                 None, they become visible immediately.
         """
 
-    def wait_published(self, name: str) -> None:  # noqa: B027
+    def wait_published(self, name: str) -> None:
         """Wait until every rank has published its shard as many times as this rank."""
-
-
-class LocalBuffer(FullBuffer):
-    """Full buffer that the transport never gathers.
-
-    Either this rank's ZeRO-3 shard is the full buffer (S = 1), or an all-gather extension gathers the shard.
-    """
-
-    def __init__(self, shard: Tensor) -> None:
-        super().__init__(shard, shard)
-
-    def gather(self, *, name: str, after: PendingCollective | None = None) -> None:
-        return None
 
 
 class SendBuffer:
@@ -221,7 +214,7 @@ class Transport(ABC):
         """Start hop 1, in which rank i receives the sum over all ranks of piece i of `flat`, 1-D [G].
 
         Args:
-            flat: gradient to reduce, in `wire_dtype`. If `traits.rounds_on_read` is True, it may have another dtype.
+            flat: gradient to reduce, in `wire_dtype`. If `traits.shares_memory` is True, it may have another dtype.
             name: name of the unit, for messages and traces.
         """
 

@@ -5,6 +5,13 @@ Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each ran
 including its own, into its full buffer, so that all ranks compute with the same weights. The encoding does not change
 masters or ZeRO-3 shards. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards
 contain decoded weights.
+
+[Note: Post-forward shards]
+With ``reshard_after_forward=k``, each of k consecutive ranks keeps 1/k of a full buffer after a forward pass that may
+have a backward pass. The shard is freed at the end of the backward pass of the last forward pass that has kept it, or
+when the weights change. The shard is kept even for a forward pass whose output is discarded. Otherwise the launched
+gathers could differ between ranks, because the lifetime of the graph depends on each rank's garbage collection. While
+the shard is allocated, gathers run only among the k ranks.
 """
 
 from __future__ import annotations
@@ -17,36 +24,13 @@ from torch import Tensor
 from layerzero.comm.codecs import encoded_bytes, encoded_sizes, param_rows
 from layerzero.comm.collectives import Collective, PendingCollective, PendingReduction, all_gather, reduce_scatter
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.base import (
-    FullBuffer,
-    GatherOptions,
-    LocalBuffer,
-    SendBuffer,
-    Transport,
-    TransportTraits,
-)
-from layerzero.comm.transport.post_forward_shard import PostForwardShard
+from layerzero.comm.transport.base import FullBuffer, GatherOptions, SendBuffer, Transport, TransportTraits
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.device.streams import PendingWait
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["GatheredFullBuffer", "ProcessGroupTransport", "traits_of"]
-
-
-def traits_of(*, sums_locally: bool) -> TransportTraits:
-    """Return the traits of the process-group transport.
-
-    Args:
-        sums_locally: see [Note: Reductions in fp32] in comm/collectives.py.
-    """
-    return TransportTraits(
-        "process_group",
-        full_buffer_resident=False,
-        sums_locally=sums_locally,
-        receives_copies=True,
-        rounds_on_read=False,
-    )
+__all__ = ["GatheredFullBuffer", "ProcessGroupTransport"]
 
 
 class ProcessGroupTransport(Transport):
@@ -58,7 +42,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, mesh_info: MeshInfo, scratch: BufferPool, full: FullBufferPool) -> None:
-        self.traits = traits_of(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
+        self.traits = TransportTraits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
         self.send_scratch = scratch
         self._mesh_info = mesh_info
         self._pool = full
@@ -66,7 +50,8 @@ class ProcessGroupTransport(Transport):
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> FullBuffer:
         grid, device = self._mesh_info.grid, self._mesh_info.device
         if grid.same_elements(Extent.ZERO3, Extent.FULL) and options.host_shard is None:
-            return LocalBuffer(torch.zeros(grid.numel(layout, Extent.ZERO3), dtype=dtype, device=device))
+            shard = torch.zeros(grid.numel(layout, Extent.ZERO3), dtype=dtype, device=device)
+            return FullBuffer(shard, shard)
         return GatheredFullBuffer(layout, dtype, options, self._mesh_info, self._pool)
 
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:
@@ -78,7 +63,7 @@ class ProcessGroupTransport(Transport):
 
 
 class GatheredFullBuffer(FullBuffer):
-    """Full buffer that all-gathers fill; see [Note: Encoded gathers].
+    """Full buffer that all-gathers fill; see [Note: Encoded gathers] and [Note: Post-forward shards].
 
     The constructor allocates the memory of `full`, so that the caller can create views of `full`. The first call of
     :meth:`free` frees the memory.
@@ -95,7 +80,9 @@ class GatheredFullBuffer(FullBuffer):
         own_shard = full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]  # 1-D [G / S]
         host = options.host_shard
         shard = torch.zeros(own_shard.numel(), dtype=dtype, device=device) if host is None else host.tensor
-        self._post_forward = PostForwardShard(full, options.post_forward_comm, pool)
+        self._post_forward_comm = options.post_forward_comm  # None: no post-forward shard is kept
+        kept = 0 if self._post_forward_comm is None else full.numel() // self._post_forward_comm.size
+        self._post_forward = torch.empty(kept, dtype=dtype, device=device)  # 1-D [G / k]
         self._comm = mesh_info.zero3_gather_comm
         self._codec = options.codec
         self._sizes = encoded_sizes(options.codec, layout, self._comm.size, dtype)
@@ -106,28 +93,27 @@ class GatheredFullBuffer(FullBuffer):
             shard,
             full_bytes=full.untyped_storage().nbytes(),
             encoded_bytes=self._encoded.nbytes,
-            post_forward_bytes=self._post_forward.size,
+            post_forward_bytes=self._post_forward.nbytes,
         )
         self._host_shard = host
         self.gather_waits_for_refresh = self._comm.uses_streams and host is None and not self._sizes
         self._input = shard if host is None else own_shard  # input of gathers
         self._pool = pool
-        pool.free(self._encoded.untyped_storage())
+        for tensor in (self._encoded, self._post_forward):
+            pool.free(tensor.untyped_storage())
 
     @property
     def nbytes(self) -> int:
-        storages = (self.full.untyped_storage(), self._encoded.untyped_storage())
-        return sum(storage.nbytes() for storage in storages) + self._post_forward.nbytes
+        return sum(each.untyped_storage().nbytes() for each in (self.full, self._encoded, self._post_forward))
 
     @property
     def has_post_forward_shard(self) -> bool:
-        return self._post_forward.nbytes > 0
+        return self._post_forward.untyped_storage().nbytes() > 0
 
     def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingWait:
         self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
-        return self._post_forward.gather(name=name) or self._gather_shards(name, after)
-
-    def _gather_shards(self, name: str, after: PendingCollective | None) -> PendingCollective | PendingWait:
+        if self._post_forward_comm is not None and self.has_post_forward_shard:
+            return all_gather(self._post_forward_comm, Collective.REGATHER, self.full, self._post_forward, name=name)
         if self._host_shard is None:
             return self._all_gather(name, after)
         if self._comm.size == 1:
@@ -161,8 +147,13 @@ class GatheredFullBuffer(FullBuffer):
     def free(self) -> None:
         self._pool.free(self.full.untyped_storage())
 
+    @torch.no_grad()
     def keep_post_forward(self) -> None:
-        self._post_forward.keep()
+        comm = self._post_forward_comm
+        if comm is not None and not self.has_post_forward_shard:
+            self._pool.allocate(self._post_forward.untyped_storage(), self.post_forward_bytes)
+            self._post_forward.copy_(self.full.chunk(comm.size)[comm.rank])
 
     def drop_post_forward(self) -> None:
-        self._post_forward.drop()
+        if self.has_post_forward_shard:
+            self._pool.free(self._post_forward.untyped_storage())

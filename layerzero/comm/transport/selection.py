@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport import process_group, shared_memory
 from layerzero.comm.transport.base import BufferDemand, Transport, TransportTraits
 from layerzero.comm.transport.process_group import ProcessGroupTransport
-from layerzero.comm.transport.shared_memory import SharedMemoryTransport
+from layerzero.comm.transport.shared_memory import TRAITS, SharedMemoryTransport
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 
-__all__ = ["may_share_memory", "process_group_traits", "select_transports", "shared_memory_traits"]
-
-process_group_traits = process_group.traits_of
-shared_memory_traits = shared_memory.TRAITS
+__all__ = ["may_share_memory", "select_transports"]
 
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
@@ -46,7 +42,7 @@ def select_transports(
     """
     meshes = tuple(meshes)
     if len(meshes) == 1 and may_share_memory(meshes[0], setting):
-        shared = SharedMemoryTransport.connect(meshes[0], demand(shared_memory_traits))
+        shared = SharedMemoryTransport.connect(meshes[0], demand(TRAITS))
         if shared is not None:
             return {meshes[0]: shared}
     return {mesh_info: ProcessGroupTransport(mesh_info, scratch, full) for mesh_info in meshes}

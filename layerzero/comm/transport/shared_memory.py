@@ -61,9 +61,7 @@ from layerzero.layout.shard_grid import Extent
 
 __all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "segment_sizes"]
 
-TRAITS = TransportTraits(
-    "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
-)
+TRAITS = TransportTraits(sums_locally=True, shares_memory=True)
 _ARRIVED = FIRST_FREE_COUNTER
 _PASSES = _ARRIVED + 1
 _FIRST_HANDLE = _PASSES + 1

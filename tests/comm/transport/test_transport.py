@@ -93,14 +93,14 @@ def _gather(rank: int, name: str) -> None:
     with transport_of(name) as (transport, mesh_info):
         buffers = [transport.full_buffer(layout, BF16, GatherOptions()) for _ in range(MANY)]
         counters = mesh_info.counters
-        resident = transport.traits.full_buffer_resident
+        resident = transport.traits.shares_memory
         for version, buffer in enumerate(buffers):
             buffer.free()
             assert buffer.read_by_peers is resident
             assert buffer.full.numel() == layout.numel and buffer.shard.numel() == layout.numel // world
             write(transport, buffer, rank, version, wait=False)
         for round_ in range(3):
-            counters.take()
+            counters.totals(reset=True)
             for version, buffer in enumerate(buffers):
                 assert torch.equal(gather(buffer), full_of(version + 10 * round_, layout, world))
             assert counters.calls == {"gather": MANY}
@@ -188,12 +188,12 @@ def test_a_post_forward_shard_is_regathered_until_it_is_dropped(rank: int, name:
         options = GatherOptions(post_forward_comm=mesh_info.subgroup_comm(2))
         buffer = transport.full_buffer(layout, BF16, options)
         buffer.free()
-        kept = not transport.traits.full_buffer_resident
+        kept = not transport.traits.shares_memory
         assert buffer.post_forward_bytes == (layout.numel if kept else 0), "a half, two bytes per element"
         write(transport, buffer, rank, 0, wait=False)
         for again in range(2):
             gather(buffer)
-            mesh_info.counters.take()
+            mesh_info.counters.totals(reset=True)
             buffer.keep_post_forward()
             buffer.free()
             assert buffer.has_post_forward_shard is kept and buffer.nbytes == buffer.post_forward_bytes
@@ -225,7 +225,7 @@ def sum_of(ranks: range, number: int, wire: torch.dtype) -> Tensor:
 
 def hop1(transport: Transport, flat: Tensor, wire: torch.dtype) -> PendingReduction:
     """Start hop 1; round first if the transport does not."""
-    sent = flat if transport.traits.rounds_on_read else flat.to(wire)
+    sent = flat if transport.traits.shares_memory else flat.to(wire)
     return transport.reduce_scatter(sent, wire, name="unit")
 
 
@@ -243,14 +243,14 @@ def test_hop_1_adds_in_rank_order_what_is_rounded_to_the_wire_dtype(rank: int, n
     with transport_of(name) as (transport, mesh_info):
         assert transport.traits.sums_locally
         for number, wire in enumerate((FP32, BF16, FP32, BF16)):
-            mesh_info.counters.take()
+            mesh_info.counters.totals(reset=True)
             flat = transport.send_scratch.acquire(NUMEL, FP32).copy_(part_of(rank, number))
             pending = hop1(transport, flat, wire)
             expected = sum_of(range(world), number, wire)
             assert torch.equal(land(pending, world), expected[own])
             transport.send_scratch.release(flat)
             assert not torch.equal(expected, sum_of(range(world)[::-1], number, wire)), "the order matters"
-            itemsize = FP32.itemsize if transport.traits.rounds_on_read else wire.itemsize
+            itemsize = FP32.itemsize if transport.traits.shares_memory else wire.itemsize
             assert mesh_info.counters.calls == {"hop1": 1}
             assert mesh_info.counters.bytes == {("hop1", "zero3"): (world - 1) * NUMEL // world * itemsize}
 
@@ -263,7 +263,7 @@ def test_memory_that_was_sent_is_writable_when_all_peers_have_read_it(rank: int,
     own = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
     with transport_of(name) as (transport, _):
         accumulator = transport.send_buffer(NUMEL, FP32)
-        assert accumulator.nbytes == 0 and accumulator.read_in_place is not transport.traits.receives_copies
+        assert accumulator.nbytes == 0 and accumulator.read_in_place is transport.traits.shares_memory
         if persistent:
             assert not accumulator.open().any() and accumulator.nbytes == 4 * NUMEL
 
