@@ -157,9 +157,17 @@ def _collect_texts(
 ) -> dict[int, str] | str:
     """Return the text that each rank published, or an error message that names the ranks that did not publish one."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
+    if error := _wait_for_keys(store, keys, timeout, subject):
+        return error
+    return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
+
+
+def _wait_for_keys(store: Store, keys: Mapping[int, str], timeout: timedelta, subject: str) -> str:
+    """Wait for the key of each rank. Return an error message that names the ranks without a key, or ""."""
+    names = list(keys.values())
     try:
-        with waiting(NamedWait(subject, lambda connection: _ranks_without_key(keys, connection), list(keys.values()))):
-            store.wait(list(keys.values()), timeout)
+        with waiting(NamedWait(subject, lambda connection: _ranks_without_key(keys, connection), names)):
+            store.wait(names, timeout)
             raise_verdict()
     except (dist.DistNetworkError, WaitCycleError):
         raise
@@ -167,7 +175,7 @@ def _collect_texts(
         if missing := _ranks_without_key(keys, store):
             wait_text = _format_wait(missing, timeout)
             return f"layerzero: {subject}: ranks {missing} did not take part within {wait_text}. {_CALL_ON_ALL}"
-    return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
+    return ""
 
 
 def _ranks_without_key(keys: Mapping[int, str], store: Store) -> list[int]:
@@ -202,17 +210,9 @@ def _digest(value: object) -> str:
 
 
 def _read_verdict(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
-    try:
-        # The first rank itself may wait for the other ranks for up to the full timeout.
-        with waiting(NamedWait(subject, lambda connection: _ranks_without_key({first_rank: key}, connection), [key])):
-            store.wait([key], 2 * timeout)
-            raise_verdict()
-    except (dist.DistNetworkError, WaitCycleError):
-        raise
-    except RuntimeError as error:
-        wait_text = _format_wait([first_rank], 2 * timeout)
-        message = f"layerzero: {subject}: rank {first_rank} did not take part within {wait_text}. {_CALL_ON_ALL}"
-        raise RuntimeError(message) from error
+    # The first rank itself may wait for the other ranks for up to the full timeout.
+    if error := _wait_for_keys(store, {first_rank: key}, 2 * timeout, subject):
+        raise RuntimeError(error)
     text: str = store.get(key).decode()
     return text
 

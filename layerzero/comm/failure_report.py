@@ -23,8 +23,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
@@ -112,9 +111,6 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
     sentences, elsewhere = _describe_statuses(status, others, statuses, timeout)
     sentences += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(sentences) or "all of its ranks joined it, so one of them may wait for another collective"
-    # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
-    if not no_store and not _completes_within(_TO_ANSWER, lambda: _publish_if_store_exists(status)):
-        why += f"; {_SILENT}"  # the store stopped answering in the meantime
     message = f"layerzero: {status.doing} failed on rank {dist.get_rank()}: {why}. {HINT}"
     return CollectiveError(message, status, elsewhere)
 
@@ -126,27 +122,11 @@ def _failure_kind(text: str) -> str:
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
-def _completes_within(seconds: float, do: Callable[[], None]) -> bool:
-    """Run a request to the store in a thread; return whether the request completed within `seconds`.
-
-    A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
-    blocks the store's client, so even requests that expect no answer have to wait.
-    """
-    thread = threading.Thread(target=do, name="layerzero publish status", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def _publish_if_store_exists(status: RankStatus) -> None:
-    with suppress(RuntimeError):  # the store is gone
-        publish_status(status)
-
-
 def _query_store(status: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
     """Publish `status`; return the statuses of the other ranks, and an error message about the store.
 
-    The error message is empty if the store answers.
+    The error message is empty if the store answers. A store on an unreachable machine never answers, and a pending
+    request cannot be canceled. A thread therefore makes the requests.
     """
     statuses: dict[int, RankStatus] = {}
     store_error = [_SILENT]
@@ -154,15 +134,17 @@ def _query_store(status: RankStatus, others: Sequence[int], *, seconds: float) -
     def query() -> None:
         try:
             publish_status(status)
+            _receive_statuses(others, statuses, seconds=seconds)
             _get_default_store().check([_status_key(dist.get_rank())])
             store_error[0] = ""  # the store answers
-            _receive_statuses(others, statuses, seconds=seconds)
         except Exception:
             store_error[0] = (
                 "the rendezvous store does not exist any more, because the process that served it has ended"
             )
 
-    _completes_within(seconds + _TO_ANSWER, query)
+    thread = threading.Thread(target=query, name="layerzero publish status", daemon=True)
+    thread.start()
+    thread.join(seconds + _TO_ANSWER)
     return dict(statuses), store_error[0]
 
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from layerzero.comm.step_parts import StepParts
 
@@ -18,7 +18,6 @@ __all__ = [
     "Collective",
     "Observers",
     "TrafficCounters",
-    "WatchdogInterface",
     "display_name",
     "gather_name",
 ]
@@ -67,25 +66,6 @@ _SPELLED = {  # for messages
 def display_name(collective: Collective, name: str) -> str:
     """Return the display name of a collective, followed by `name`, for example the name of the unit."""
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
-
-
-class WatchdogInterface(Protocol):
-    """Interface through which the monitor of waits asks a watchdog; see watchdog.py."""
-
-    @property
-    def scope(self) -> str: ...
-
-    def late_on_device(self, seconds: float) -> Any: ...
-
-    def unreported(self) -> Any: ...
-
-    def state(self) -> Any: ...
-
-    def report(self, monitor: Any) -> None: ...
-
-    def accept(self, message: str) -> None: ...
-
-    def report_silence(self, launch: Any, seconds: float) -> None: ...
 
 
 class Observers:
@@ -145,7 +125,7 @@ class TrafficCounters:
     parts: StepParts = field(init=False)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
     failure: str = ""  # message of the first collective that failed
-    watchdog: WatchdogInterface | None = None  # also one of the observers
+    watchdog: Any = None  # watchdog of watchdog.py, also one of the observers; None if the model has none
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
 
     def __post_init__(self) -> None:
@@ -169,18 +149,11 @@ class TrafficCounters:
                 names.pop()
         return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
 
-    def totals(self) -> TrafficTotals:
-        """Return copies of all counts."""
+    def totals(self, *, reset: bool = False) -> TrafficTotals:
+        """Return copies of all counts. If `reset` is True, set the counts to zero."""
         with self._lock:
-            return self._copies()
-
-    def take(self) -> TrafficTotals:
-        """Return copies of all counts, and set the counts to zero."""
-        with self._lock:
-            totals = self._copies()
-            self.calls.clear()
-            self.bytes.clear()
+            totals = TrafficTotals(dict(self.calls), dict(self.bytes))
+            if reset:
+                self.calls.clear()
+                self.bytes.clear()
         return totals
-
-    def _copies(self) -> TrafficTotals:
-        return TrafficTotals(dict(self.calls), dict(self.bytes))

@@ -36,8 +36,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -52,7 +52,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
 from layerzero.comm.process_groups import Reservation, current_groups
-from layerzero.comm.traffic_counters import TrafficCounters, WatchdogInterface
+from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
 
 __all__ = [
@@ -66,12 +66,11 @@ __all__ = [
     "may_wait",
     "monitor_waits",
     "raise_verdict",
-    "suspicious_waits",
     "waiting",
 ]
 
 SLICE = 0.5  # seconds after which a waiting thread looks for a verdict
-_ASK_AFTER, _ASK_SOON, _WARN_AFTER = 10.0, 1.0, 60.0  # seconds
+_ASK_AFTER, _WARN_AFTER = 10.0, 60.0  # seconds
 _TICK, _PERIOD = 0.5, 4.0  # seconds between two looks at the recorded waits, and between two questions about a wait
 _TO_ANSWER, _POLL, _FOREVER = 3.0, 0.05, timedelta(days=30)
 _SILENT = 3.5  # seconds after which the store counts as not answering
@@ -143,7 +142,6 @@ class WaitCycleError(CollectiveError):
         super().__init__(message, RankStatus(""), {})
 
 
-_suspicious: set[threading.Thread] = set()
 _waits: dict[threading.Thread, Wait | None] = {}  # current wait of each thread that launches collectives
 
 
@@ -167,17 +165,6 @@ class waiting:
 def may_wait() -> None:
     """Record that the calling thread launches collectives, so that its rank is not stuck while the thread runs."""
     _waits.setdefault(threading.current_thread(), None)
-
-
-@contextmanager
-def suspicious_waits() -> Iterator[None]:
-    """Context manager in which other ranks may be in another operation. Ranks then ask each other sooner."""
-    thread = threading.current_thread()
-    _suspicious.add(thread)
-    try:
-        yield
-    finally:
-        _suspicious.discard(thread)
 
 
 def raise_verdict() -> None:
@@ -287,6 +274,7 @@ class WaitMonitor:
         self.ended = threading.Event()
         self._since: dict[threading.Thread, tuple[Wait, float]] = {}  # waits, and when the monitor first saw them
         self._next, self._warned = 0.0, 0.0  # time of the next question; start of the oldest wait that was warned of
+        _RUNNING.add(self)
         self._threads = [
             threading.Thread(target=target, name="layerzero wait monitor", daemon=True)
             for target in (self._answer_requests, self._watch)
@@ -362,7 +350,8 @@ class WaitMonitor:
         models = {watchdog.scope: watchdog.state() for watchdog in self._watchdogs()}
         return RankWaits(asked, stuck, at, (*waits, *on_device), launches, failed, models)
 
-    def _watchdogs(self) -> list[WatchdogInterface]:
+    def _watchdogs(self) -> list[Any]:
+        """Return the watchdogs of the models that have one (watchdog.py)."""
         models = [counters for ref in self._counters if (counters := ref()) is not None]
         return [watchdog for model in models if (watchdog := model.watchdog) is not None]
 
@@ -410,7 +399,7 @@ class WaitMonitor:
             for watchdog, launch in late if now - self._heard > _SILENT else ():
                 watchdog.report_silence(launch, now - self._heard)
             return
-        is_old = now - oldest >= (_ASK_SOON if _suspicious else _ASK_AFTER)
+        is_old = now - oldest >= _ASK_AFTER
         is_old = now >= self._next and (is_old or bool(self._late_on_device()))
         if is_old or late:
             target = partial(self._ask_and_report, [watchdog for watchdog, _ in late], oldest if is_old else None)
@@ -418,7 +407,7 @@ class WaitMonitor:
             self._questions = threading.Thread(target=target, name="layerzero wait monitor", daemon=True)
             self._questions.start()
 
-    def _ask_and_report(self, watchdogs: Sequence[WatchdogInterface], oldest: float | None) -> None:
+    def _ask_and_report(self, watchdogs: Sequence[Any], oldest: float | None) -> None:
         try:
             for watchdog in watchdogs:
                 watchdog.report(self)
@@ -586,7 +575,6 @@ def _where(frame: FrameType | None) -> str:
     return f"{Path(file).name}:{line} {linecache.getline(file, line).strip()}".rstrip()
 
 
-_MONITORS: weakref.WeakKeyDictionary[dist.ProcessGroup, WaitMonitor] = weakref.WeakKeyDictionary()
 # Their threads hold them. A monitor may outlive its process group, because its threads notice the end only later.
 _RUNNING: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()
 
@@ -594,11 +582,8 @@ _RUNNING: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()
 def monitor_waits(owner: object, counters: TrafficCounters) -> Callable[[], object]:
     """Monitor the waits of this process while `owner` exists. Return a function that ends this."""
     world = dist.group.WORLD
-    assert world is not None
-    monitor = _MONITORS.get(world)
-    if monitor is None or monitor.ended.is_set():
-        monitor = _MONITORS[world] = WaitMonitor()
-        _RUNNING.add(monitor)
+    running = (each for each in list(_RUNNING) if each._world() is world and not each.ended.is_set())
+    monitor = next(running, None) or WaitMonitor()
     return monitor.add(owner, counters)
 
 

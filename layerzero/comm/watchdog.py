@@ -44,7 +44,7 @@ from layerzero.comm.collectives import LaunchedCollective, PendingCollective
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.waits import Answers, ModelState, WaitMonitor, has_joined
-from layerzero.device.accelerator import CurrentStream
+from layerzero.device.accelerator import device_module
 
 __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 
@@ -89,14 +89,14 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 class Launch:
     """Launched collective, tracked until it completes. See [Note: Completion on a device]."""
 
-    __slots__ = ("_mark", "_order", "_over", "_works", "launched", "since", "step")
+    __slots__ = ("_mark", "_module", "_over", "_works", "launched", "since", "step")
 
-    def __init__(self, works: PendingCollective, step: int, order: CurrentStream | None) -> None:
+    def __init__(self, works: PendingCollective, step: int, module: Any) -> None:
         self.launched = works.launched
         self.step = step
         self.since = time.monotonic()
         self._works = weakref.ref(works)
-        self._order = None if self.launched.communicator.is_gloo else order  # gloo's wait returns after completion
+        self._module = None if self.launched.communicator.is_gloo else module  # gloo's wait returns after completion
         self._mark: Any = None
         self._over = False
 
@@ -107,31 +107,23 @@ class Launch:
 
     @property
     def on_device(self) -> bool:
-        return self._order is not None
-
-    @property
-    def wait_has_ended(self) -> bool:
-        """True if the host's wait for the collective has returned."""
-        return self._over or self._mark is not None
-
-    @property
-    def is_over(self) -> bool:
-        """True if the collective is known to be over. The property does not query the device."""
-        works = self._works()  # read first, because `record_wait_end` sets the mark before the works are dropped
-        return self._over or (works is None and self._mark is None)  # dropped without a wait
+        return self._module is not None
 
     def record_wait_end(self) -> None:
         """Record that the wait for the collective has returned or failed."""
-        if self._order is None:
+        if self._module is None:
             self._over = True
         elif self._mark is None:
-            self._mark = self._order.record_event()
+            self._mark = self._module.current_stream().record_event()
 
-    def query_is_over(self) -> bool:
-        """Return whether the collective is over, and query the device if necessary."""
-        works = self._works()
-        if not self._over:
-            self._over = bool(self._mark.query()) if self._mark is not None else works is None or works.done()
+    def is_over(self, *, query: bool) -> bool:
+        """Return whether the collective is known to be over. Query the device only if `query` is True."""
+        works = self._works()  # read first, because `record_wait_end` sets the mark before the works are dropped
+        if self._over:
+            return True
+        if self._mark is None:
+            return works is None or (query and works.done())  # None: dropped without a wait
+        self._over = query and bool(self._mark.query())
         return self._over
 
 
@@ -149,7 +141,7 @@ class Watchdog(StepObserver):
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
         self.scope, self._ranks = scope.prefix, scope.ranks
-        self._counters, self._order = mesh_info.counters, CurrentStream.of(mesh_info.device)
+        self._counters, self._module = mesh_info.counters, device_module(mesh_info.device)
         self._rank = dist.get_rank()
         self._removal_lock = threading.Lock()  # held while entries are removed from `_in_flight`
         self._in_flight: deque[Launch] = deque()  # in launch order
@@ -179,15 +171,11 @@ class Watchdog(StepObserver):
 
         This method is called for each collective, so it usually takes no lock and does not query the device.
         """
-        self._last = launch = works.records[self] = Launch(works, self._steps, self._order)
+        self._last = launch = works.records[self] = Launch(works, self._steps, self._module)
         self._in_flight.append(launch)
         if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
-                while (
-                    len(self._in_flight) > _MOST
-                    and self._in_flight[0].wait_has_ended
-                    and self._in_flight[0].query_is_over()
-                ):
+                while len(self._in_flight) > _MOST and self._in_flight[0].is_over(query=True):
                     self._in_flight.popleft()
             finally:
                 self._removal_lock.release()
@@ -201,7 +189,7 @@ class Watchdog(StepObserver):
         with self._removal_lock:
             while self._in_flight:
                 oldest = self._in_flight[0]
-                if not (oldest.query_is_over() if oldest.age > older_than else oldest.is_over):
+                if not oldest.is_over(query=oldest.age > older_than):
                     return oldest
                 self._in_flight.popleft()
         return None
@@ -210,7 +198,7 @@ class Watchdog(StepObserver):
         """Return the oldest collective on the device if it has been pending for `seconds`, otherwise None."""
         self._oldest_pending(older_than=seconds)  # removes completed launches
         late = (each for each in self._in_flight.copy() if each.age > seconds)
-        return next((each.launched for each in late if each.on_device and not each.query_is_over()), None)
+        return next((each.launched for each in late if each.on_device and not each.is_over(query=True)), None)
 
     # Reports. The threads of the monitor call these methods.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.comm.waits import suspicious_waits
 from layerzero.device.streams import make_reduction_streams
 from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
 from layerzero.engine.gathered_params import consume_main_grad_flag
@@ -221,12 +220,11 @@ class GradientReducer:
         """Take part in a backward pass of other ranks, without gradients.
 
         If no other rank runs a backward pass, all ranks must call this method. If other ranks wait for this rank in
-        another operation, such as a gather, all ranks soon raise an error.
+        another operation, such as a gather, all ranks raise an error.
         """
-        with suspicious_waits():
-            self.begin(reduces=True)
-            self.finish([], reduces=True)
-            self.lazy_grad.resolve()
+        self.begin(reduces=True)
+        self.finish([], reduces=True)
+        self.lazy_grad.resolve()
         self.run_hooks()
 
     def _publish_when_agreed(self) -> None:

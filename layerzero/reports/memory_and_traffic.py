@@ -188,7 +188,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     transports = set()
     for lz_state in get_states(model).values():
         counters = lz_state.mesh_info.counters
-        totals = counters.take() if reset else counters.totals()
+        totals = counters.totals(reset=reset)
         calls.update(totals.calls)
         for (collective, axis), sent_bytes in totals.bytes.items():
             by_collective[collective] += sent_bytes

@@ -40,7 +40,7 @@ from layerzero.config import (
     UnitSettings,
     names_new_places,
 )
-from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
+from layerzero.device.accelerator import HostDeviceCopies, device_module
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
@@ -363,7 +363,7 @@ def _start_watchdog(lz_state: LayerZeroState) -> None:
     if not has_peers(ranks):
         return
     lz_state.on_close.append(monitor_waits(lz_state, mesh_info.counters))
-    if CurrentStream.of(mesh_info.device) is None:
+    if device_module(mesh_info.device) is None:
         return
     groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
     limit = default_limit(min(map(timeout_of, groups)))

@@ -44,7 +44,7 @@ ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the gr
 
 @contextmanager
 def _soon(ask: float = ASK, warn: float = 60.0) -> Iterator[None]:
-    values = {"_ASK_AFTER": ask, "_ASK_SOON": ask, "_WARN_AFTER": warn, "_TICK": 0.1, "_PERIOD": 0.3}
+    values = {"_ASK_AFTER": ask, "_WARN_AFTER": warn, "_TICK": 0.1, "_PERIOD": 0.3}
     with mock.patch.multiple(waits, **values):
         yield
 

@@ -32,7 +32,7 @@ from layerzero.comm.collectives import (
     all_gather,
     all_gather_small,
 )
-from layerzero.device.accelerator import CurrentStream
+from layerzero.device import buffer_pools
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
@@ -577,7 +577,7 @@ def test_scratch_memory_is_returned_in_the_next_forward_and_kept_for_reductions_
     """A model that is deleted after a backward inside no_sync leaves memory to its reductions."""
     register()
     mesh = mesh_on(NAME, 2)
-    with Device().installed(), mock.patch.object(CurrentStream, "keep_until_done") as keep:
+    with Device().installed(), mock.patch.object(buffer_pools, "keep_until_done") as keep:
         for calls_units in (False, True):
             model = layerzero.shard_model(SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)])
             pools = get_state(model).gradients.queue._pools
