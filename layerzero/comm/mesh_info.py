@@ -231,7 +231,9 @@ def _resolve_zero3_size(zero3_size: int | None, world: int) -> int:
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if zero3_size < 1 or world % zero3_size:
-        raise ValueError(_indivisible_message(zero3_size, world))
+        raise ValueError(
+            f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks; use one of {_divisors(world)}"
+        )
     return zero3_size
 
 
@@ -359,10 +361,6 @@ def _transpose_mesh(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Pr
     table = mesh.mesh.t()
     table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
-
-
-def _indivisible_message(size: int, world: int) -> str:
-    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {_divisors(world)}"
 
 
 def _divisors(world: int) -> list[int]:

@@ -111,7 +111,7 @@ class ModelRanks:
             texts = {
                 int(rank): peer_text
                 for message in all_gather_text(comm, json.dumps(texts))
-                for rank, peer_text in _parse_items(message)
+                for rank, peer_text in json.loads(message).items()
             }
         return [texts[rank] for rank in self.ranks]
 
@@ -229,11 +229,6 @@ def _comms_along(model_parallel_mesh: DeviceMesh, mesh_info: MeshInfo) -> tuple[
     for comm in comms:
         connect(comm, mesh_info.device)
     return comms
-
-
-def _parse_items(text: str) -> Iterable[tuple[str, str]]:
-    table: dict[str, str] = json.loads(text)
-    return table.items()
 
 
 def _new_gloo_group(groups: ModelGroups, ranks: list[int], like: dist.ProcessGroup) -> HeldGroup:

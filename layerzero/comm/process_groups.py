@@ -43,10 +43,10 @@ import json
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,7 @@ __all__ = [
     "drop_idle_groups",
     "drop_released_groups",
     "group_count_fields",
-    "groups_to_release",
     "mesh_group",
-    "new_group_like",
     "torch_registration",
 ]
 
@@ -83,12 +81,6 @@ CLOSED = (
     "its last use, or shard a new model"
 )
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
-
-
-class InFlightWork(Protocol):
-    """Interface of in-flight work that must complete before its process group is dropped."""
-
-    def done(self) -> bool: ...
 
 
 class Reservation:
@@ -138,7 +130,7 @@ class HeldGroup:
 
     Attributes:
         reserved: reservation of the launches that must precede all others on the group, or None.
-        in_flight: work that must complete before the group may be dropped, by ``id`` of the work object.
+        in_flight: collectives that must be done before the group may be dropped, by ``id`` of the object.
         last_on_stream: event after the last collective that a stream of the engine has run, if no later collective has
             waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
         last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
@@ -154,7 +146,7 @@ class HeldGroup:
         self._store = store  # the group's part of the rendezvous store; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
-        self.in_flight: dict[int, InFlightWork] = {}
+        self.in_flight: dict[int, Any] = {}
         self.reserved: Reservation | None = None
         self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
@@ -182,16 +174,16 @@ class HeldGroup:
     def is_idle(self) -> bool:
         return all(each.done() for each in list(self.in_flight.values()))
 
-    def track(self, ending: InFlightWork) -> None:
-        """Keep the group until the work `ending` is done."""
+    def track(self, works: Any) -> None:
+        """Keep the group until `works`, which has the method ``done``, is done."""
         if len(self.in_flight) >= 8:
             self.forget_done()
-        self.in_flight[id(ending)] = ending
+        self.in_flight[id(works)] = works
 
     def forget_done(self) -> None:
         """Drop completed work without waiting. Dropping the work releases its tensors."""
-        for key, ending in list(self.in_flight.items()):
-            if ending.done():
+        for key, works in list(self.in_flight.items()):
+            if works.done():
                 self.in_flight.pop(key, None)
 
     def close(self) -> None:
@@ -207,10 +199,6 @@ class HeldGroup:
         if not self.is_local and self._group is not None:
             with suppress(RuntimeError):  # a backend that cannot abort collectives
                 self._group.abort()  # type: ignore[attr-defined]
-
-    def keep_store_keys(self) -> None:
-        """Keep the group's keys in the store when the group is released, because other ranks may still read them."""
-        self._store = None
 
     def drop(self) -> None:
         """Release the process group. If the group is not local, all ranks of the group must call this method."""
@@ -263,7 +251,7 @@ class ModelGroups:
     def abandon(self) -> None:
         """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""
         for held in self._held:
-            held.keep_store_keys()
+            held._store = None  # keeps the group's keys in the store
             held.close()
         self._finalizer()
         drop_idle_groups()
@@ -296,23 +284,17 @@ def drop_idle_groups() -> None:
 
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return the group that meshes use for `ranks`; the first call creates it. See [Note: Groups of meshes]."""
+    """Return the group that meshes use for `ranks`; see [Note: Groups of meshes].
+
+    The first call creates the group, with the backend and timeout of `like`. Only the members of the group call this
+    function, and they must create their groups in the same order. See [Note: Group creation by members only].
+    """
     key = (tuple(sorted(ranks)), dist.get_backend_config(like), backend_timeout(like, device_type))
     group = _MESH_GROUPS.get(key)
     if group is None or group not in dist.distributed_c10d._world.pg_map:
-        group = _MESH_GROUPS[key] = new_group_like(ranks, like=like, device_type=device_type)
+        group, _ = _create_group(ranks, like=like, device_type=device_type, backend="")
+        _MESH_GROUPS[key] = group
     return group
-
-
-def new_group_like(
-    ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = ""
-) -> dist.ProcessGroup:
-    """Create a group with the backend and timeout of `like`. torch keeps the group until ``destroy_process_group()``.
-
-    Only the members of the group call this function, and they must create their groups in the same order.
-    See [Note: Group creation by members only].
-    """
-    return _create_group(ranks, like=like, device_type=device_type, backend=backend)[0]
 
 
 def group_count_fields(*members: Sequence[int]) -> dict[str, dict[str, object]]:
@@ -330,29 +312,24 @@ def group_count_fields(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     }
 
 
-def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
-    """Drop the groups that all of their ranks have released. All `ranks` must call this function with the same `told`.
+def drop_released_groups(gather: Callable[[str], Sequence[str]], ranks: Sequence[int]) -> None:
+    """Drop the groups that all of their ranks have released; see [Note: Release of groups].
+
+    All `ranks` must call this function.
 
     Args:
-        told: results of :func:`groups_to_release` on the ranks, in the order of `ranks`.
+        gather: function that returns the texts of all `ranks`, in their order, for the text of this rank.
     """
-    released = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
-    for name in sorted(_RELEASED):
+    world, kept = dist.distributed_c10d._world, []
+    for name, held in list(_RELEASED.items()):
+        if not held.is_local and held._group not in world.pg_map:  # destroyed with its default process group
+            del _RELEASED[name]
+        elif not held.is_local:
+            kept.append(name)
+    released = {rank: json.loads(text) for rank, text in zip(ranks, gather(json.dumps(kept)), strict=True)}
+    for name in sorted(kept):
         if all(name in released.get(rank, ()) for rank in _RELEASED[name].ranks):
             _RELEASED.pop(name).drop()
-
-
-def groups_to_release() -> str:
-    """Return JSON with the names of the groups that this rank keeps until their other ranks have also released them.
-
-    See [Note: Release of groups].
-    """
-    world = dist.distributed_c10d._world
-    shared = {name: held for name, held in list(_RELEASED.items()) if not held.is_local}
-    for name, held in shared.items():
-        if held._group not in world.pg_map:  # destroyed with its default process group
-            del _RELEASED[name]
-    return json.dumps(sorted(shared.keys() & _RELEASED.keys()))
 
 
 @contextmanager

@@ -10,8 +10,7 @@ buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -38,25 +37,14 @@ class HostShard:
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._fetched: StreamEvent = None  # event of the last copy to the device
 
-    @contextmanager
-    def fetch_into(self, target: Tensor, *, on_copy_stream: bool) -> Iterator[None]:
-        """Context manager that copies the shard to `target` [numel] on the device.
-
-        Work that is launched inside the context runs after the copy.
-
-        Args:
-            on_copy_stream: if True, make the copy stream current inside the context, so that the computation does not
-                wait for the copy.
-        """
-        fetch = self.start_fetch(target)
-        with self._transfers.on_copy_stream(to_host=False) if on_copy_stream else nullcontext():
-            fetch.wait()
-            yield
-
     def start_fetch(self, target: Tensor) -> PendingWait:
         """Start copying the shard to `target` [numel] on the device. Waiting makes the current stream wait."""
         self._fetched = self._transfers.copy(target, self.tensor, to_host=False, after=(self._stored,))
         return PendingWait(partial(self._transfers.wait, self._fetched))
+
+    def on_copy_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which the stream of :meth:`start_fetch` is current."""
+        return self._transfers.on_copy_stream(to_host=False)
 
     def acquire_scratch(self) -> Tensor:
         """Return a scratch buffer on the device, 1-D [numel], to be filled and passed to :meth:`store`."""

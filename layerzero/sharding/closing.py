@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import drop_released_groups, groups_to_release
+from layerzero.comm.process_groups import drop_released_groups
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import get_state, is_closed, remove_hooks
 
@@ -63,5 +63,5 @@ def close(model: nn.Module) -> None:
     model_ranks = lz_state.ranks
     remove_hooks(model)
     if not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local:
-        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
+        drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)
     lz_state.close()

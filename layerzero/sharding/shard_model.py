@@ -20,7 +20,6 @@ from layerzero.comm.process_groups import (
     drop_idle_groups,
     drop_released_groups,
     group_count_fields,
-    groups_to_release,
 )
 from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
@@ -263,7 +262,7 @@ def _build(
     )
     mesh_info = model_ranks.mesh_info
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
-        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
+        drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)
     handles: dict[UnitDefinition, list[HandleSpec]] = {}
     for plan, chosen in settings.items():
         site = sites[plan.mesh]

@@ -1,4 +1,4 @@
-"""Ranks that disagree raise an error that names field and ranks, on every rank; meshes from existing groups."""
+"""Ranks that disagree raise an error that names field and ranks, on every rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
-from layerzero.comm.process_groups import new_group_like
+from layerzero.comm.process_groups import mesh_group
 from tests.support.models import (
-    IntegerNet,
-    Step,
     different,
-    exact_sgd,
-    full_gradients,
     full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-    train_alone,
-    union,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -276,119 +267,6 @@ def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(
         assert error.seconds < 5 + SECONDS, error
 
 
-# --- meshes from process groups of another framework ---
-
-STEPS = 2
-
-
-def _train(mesh: Any, ranks: list[int]) -> tuple[list[Step], str]:
-    """Train an IntegerNet on the batches of `ranks`; return the state of each step and differences from one process."""
-    rank = dist.get_rank()
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    steps = []
-    for step in range(STEPS):
-        loss = integer_loss(model, integer_batch(step=step, rank=rank))
-        loss.backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(Step([loss.detach()], gradients, full_parameters(model)))
-    alone = integer_net()
-    batches = [[union([integer_batch(step=step, rank=r) for r in ranks])] for step in range(STEPS)]
-    expected = train_alone(alone, batches, exact_sgd(alone.parameters()))
-    wrong = [
-        (step, different(ours.gradients, theirs.gradients), different(ours.parameters, theirs.parameters))
-        for step, (ours, theirs) in enumerate(zip(steps, expected, strict=True))
-    ]
-    return steps, "" if all(not g and not p for _, g, p in wrong) else str(wrong)
-
-
-def _groups(*ranks: list[int]) -> dist.ProcessGroup:
-    """Make a process group of each list; return the one that contains this rank."""
-    made = [dist.new_group(members) for members in ranks]
-    return next(group for members, group in zip(ranks, made, strict=True) if dist.get_rank() in members)
-
-
-def _train_on_given_groups(rank: int) -> None:
-    for size in (1, 2, 4):
-        zero3 = _groups(*([list(range(start, start + size)) for start in range(0, WORLD, size)]))
-        mesh = layerzero.mesh_from_groups(dist.group.WORLD, zero3)
-        assert mesh.mesh_dim_names == ("replica", "zero3"), size
-        assert mesh.mesh.tolist() == layerzero.init_mesh(size).mesh.tolist(), size
-        assert mesh.get_local_rank("zero3") == rank % size, size
-        ours, wrong = _train(mesh, list(range(WORLD)))
-        assert not wrong, (size, wrong)
-        theirs, _ = _train(layerzero.init_mesh(size), list(range(WORLD)))
-        for one, other in zip(ours, theirs, strict=True):
-            assert torch.equal(one.losses[0], other.losses[0]), size
-            assert not different(one.gradients, other.gradients), size
-            assert not different(one.parameters, other.parameters), size
-
-
-def test_mesh_from_groups_trains_like_init_mesh_and_like_one_process() -> None:
-    run_ranks(_train_on_given_groups, world_size=WORLD)
-
-
-# Data-parallel groups as with tensor or pipeline parallelism, and the blocks that share weights.
-PARTS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
-    "strided, S = 1": ([[0, 2], [1, 3]], [[0], [1], [2], [3]]),
-    "strided, S = 2": ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
-    "neighbors, S = 2": ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
-    "uneven": ([[0], [1, 2, 3]], [[0], [1, 2, 3]]),
-}
-
-
-@on_ranks(world_size=WORLD)
-def test_data_parallel_groups_beside_each_other_train_apart(rank: int) -> None:
-    for name, (zero1, zero3) in PARTS.items():
-        mesh = layerzero.mesh_from_groups(_groups(*zero1), _groups(*zero3))
-        ranks = next(members for members in zero1 if rank in members)
-        if len(ranks) != 3:  # a mean over 3 ranks is not exact
-            _, wrong = _train(mesh, ranks)
-            assert not wrong, (name, wrong)
-
-
-@on_ranks(world_size=WORLD)
-def test_difference_in_one_data_parallel_group_leaves_the_others_alone(rank: int) -> None:
-    mesh = layerzero.mesh_from_groups(_groups([0, 2], [1, 3]), _groups([0, 2], [1, 3]))
-    error = None
-    try:
-        layerzero.shard_model(integer_net(), mesh=mesh, prefetch=2 if rank == 3 else 1)
-    except ValueError as caught:
-        error = str(caught)
-    if rank in (0, 2):
-        assert error is None, error
-    else:
-        assert error is not None
-        assert "prefetch" in error and re.search(RANK, error), error
-
-
-BAD_BLOCKS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
-    "every second rank": ([[0, 1, 2, 3]], [[0, 2], [1, 3]]),
-    "not aligned": ([[0, 1, 2, 3]], [[0, 3], [1, 2]]),
-    "of different sizes": ([[0, 1, 2, 3]], [[0, 1, 2], [3]]),
-    "of sizes 2, 1, 1": ([[0, 1, 2, 3]], [[0, 1], [2], [3]]),
-    "larger than the data-parallel group": ([[0, 1], [2, 3]], [[0, 1, 2, 3]]),
-    "across data-parallel groups": ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-}
-
-
-@on_ranks(world_size=WORLD)
-def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank(rank: int) -> None:
-    for name, (zero1, zero3) in BAD_BLOCKS.items():
-        zero1_group, zero3_group = _groups(*zero1), _groups(*zero3)
-        start = time.monotonic()
-        try:
-            layerzero.mesh_from_groups(zero1_group, zero3_group)
-        except (ValueError, RuntimeError) as error:
-            assert "zero3_group" in str(error), (name, error)
-            assert time.monotonic() - start < SECONDS, name
-        else:
-            raise AssertionError(f"{name}: nothing was raised on rank {rank}")
-    _train_on_given_groups(rank)
-
-
 @on_ranks(world_size=2, pg_timeout=10)
 def test_ranks_that_have_made_different_numbers_of_groups_are_told_before_they_wait_for_ever(rank: int) -> None:
     if rank == 0:
@@ -398,7 +276,7 @@ def test_ranks_that_have_made_different_numbers_of_groups_are_told_before_they_w
     impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:
         with pytest.raises(RuntimeError):  # the other rank does not arrive
-            new_group_like([0, 1], like=impatient, device_type="cpu")
+            mesh_group([0, 1], like=impatient, device_type="cpu")
     dist.barrier()
     with pytest.raises(ValueError, match="number of process groups created so far is 2 on rank 0 and 1 on rank 1"):
         layerzero.shard_model(nn.Linear(2, 2), mesh=mesh)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import Codecs
+from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUsage
@@ -35,70 +33,34 @@ pytestmark = pytest.mark.slow
 
 WORLD = 4
 
-# One process forks all ranks: 64 interpreters that import torch each would take minutes.
-_MANY = """
-import json, os, sys
-import torch, torch.distributed as dist
-import layerzero
-from layerzero.engine import used_params
 
-world, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-
-
-class Two(torch.nn.Module):
-    def __init__(self):
+class Two(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
 
 
-def run(rank):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", world), rank=rank, world_size=world)
-    before = len(os.listdir("/proc/self/fd"))
-    model = layerzero.shard_model(Two(), zero3_size=size, shared_memory="off")
-    descriptors = len(os.listdir("/proc/self/fd")) - before
-    messages, all_gather_small = [], used_params.all_gather_small
-    gather = lambda comm, *more: (messages.append(comm.size - 1), all_gather_small(comm, *more))[1]
-    used_params.all_gather_small = gather
-    model(torch.ones(1, 2)).sum().backward()
-    gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump([descriptors, sum(messages), all(gradients)], file)
-    dist.barrier()
-    os._exit(0)
-
-
-children = []
-for rank in range(world):
-    if not (child := os.fork()):
-        run(rank)
-    children.append(child)
-sys.exit(any(os.waitpid(child, 0)[1] for child in children))
-"""
-
-
-def _many(world: int, zero3_size: int, folder: Path) -> list[list[Any]]:
-    """Return descriptors that shard_model opened, messages about used parameters, and whether gradients are right."""
-    folder.mkdir()
-    command = [sys.executable, "-c", _MANY, str(world), str(zero3_size), str(folder)]
-    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-@pytest.mark.exhaustive
-def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(tmp_path: Path) -> None:
-    opened = {}
-    for world, size in ((9, 3), (36, 6)):
-        found = _many(world, size, tmp_path / str(world))
-        assert all(right for _, _, right in found)
-        replicas = world // size
-        assert {messages for _, messages, _ in found} == {size - 1 + replicas - 1}, "one to each rank of both axes"
-        opened[world] = max(descriptors for descriptors, _, _ in found)
-    # Four groups along one axis and three along the other, those of the mesh included; three more ranks along each.
-    assert opened[36] - opened[9] == 7 * 3, opened
+@on_ranks(world_size=8, shared_memory="off")
+def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(rank: int) -> None:
+    models, opened = [], []
+    for world, size in ((4, 2), (8, 4), (8, 2)):
+        if rank < world:
+            before = len(os.listdir("/proc/self/fd"))
+            models.append(layerzero.shard_model(Two(), mesh=mesh_of_ranks(range(world), size, "cpu")))
+            opened.append(len(os.listdir("/proc/self/fd")) - before)
+            layerzero.traffic(models[-1], reset=True)
+            models[-1](torch.ones(1, 2)).sum().backward()
+            assert models[-1].used.weight.grad is not None and models[-1].unused.weight.grad is None
+            sent = layerzero.traffic(models[-1]).bytes["metadata"] // len(list(models[-1].parameters()))
+            assert sent == size - 1 + world // size - 1, "one to each rank of both axes"
+        dist.barrier()
+    if rank < 4:
+        # Four groups along one axis and three along the other, those of the mesh included; the third mesh has the row
+        # of the first one, and therefore its group.
+        assert opened[1] - opened[0] == 4 * 2 and opened[2] - opened[0] == 3 * 2 - 1, opened
 
 
 def test_a_late_maximum_is_complete_one_collective_later_for_each_further_axis() -> None:

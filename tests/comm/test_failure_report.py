@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.comm.agreement import require_equal
+from tests.support.crashing import survivors
 from tests.support.graphs import batch, message_of, one_pass, train_step, trained
 from tests.support.ranks import run_ranks
 
@@ -26,78 +24,32 @@ pytestmark = pytest.mark.slow
 STORES = ("server", "file")
 SECONDS = 3.0  # of the process group
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.support.graphs"])
-
-
 _message = partial(message_of, with_cause=True)
 _trained = partial(trained, shared_memory="off")  # of collectives; comm/transport/test_shared_memory.py has the others
 
 
-# --- ranks that die: separate processes; the first one serves the store ---
-
-
-def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=20)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        (folder / "port.new").write_text(str(store.port))
-        (folder / "port.new").rename(folder / "port")
-    else:
-        while not (folder / "port").exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    said = act(rank)
-    (folder / f"{rank}.new").write_text(said)
-    (folder / f"{rank}.new").rename(folder / f"said.{rank}")
-    time.sleep(60)  # until all have reported: a rank that ends closes its connections
-
-
-def _said(folder: Path, act: Callable[[int], str], *, world_size: int, victim: int) -> dict[int, str]:
-    """Return the results of `act` on the ranks that outlived the victim."""
-    ranks = [
-        _forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    files = {rank: folder / f"said.{rank}" for rank in range(world_size) if rank != victim}
-    deadline = time.monotonic() + 60
-    while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for process in ranks:
-        process.kill()
-        process.join()
-    return {rank: file.read_text() if file.exists() else "nothing" for rank, file in files.items()}
+# --- ranks that die ---
 
 
 def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_before_a_comparison(rank: int) -> str:
+def _die_in_a_pass(rank: int, *, compares: bool) -> str:
     model, _ = _trained()
-    model.order = (1, 0, 2)  # on all ranks: they compare
-    if rank == 1:
-        model.units[1].register_forward_pre_hook(_die, prepend=True)
-    return _message(lambda: one_pass(model, rank, 2))
-
-
-def _die_before_a_gather(rank: int) -> str:
-    model, _ = _trained()
+    if compares:
+        model.order = (1, 0, 2)  # on all ranks, which therefore compare their orders
     if rank == 1:
         model.units[1].register_forward_pre_hook(_die, prepend=True)
     return _message(lambda: one_pass(model, rank, 2))
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("act", "collective"),
-    [(_die_before_a_comparison, "comparison of orders"), (_die_before_a_gather, "gather of 'units")],
-)
-def test_a_peer_that_died_is_reported_as_dead(act: Callable[[int], str], collective: str, tmp_path: Path) -> None:
-    (message,) = _said(tmp_path, act, world_size=2, victim=1).values()
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_peer_that_died_is_reported_as_dead(compares: bool, tmp_path: Path) -> None:
+    act = partial(_die_in_a_pass, compares=compares)
+    (message,) = survivors(tmp_path, act, world_size=2, victim=1).values()
+    collective = "comparison of orders" if compares else "gather of 'units"
     assert "rank 1 has died or has exited" in message and collective in message, message
     assert "different orders" not in message and "onnection" in message.partition("[")[2], message
 
@@ -113,7 +65,7 @@ def _die_with_the_store(rank: int) -> str:
 
 
 def test_a_rank_that_failed_keeps_its_own_error_where_the_store_has_died(tmp_path: Path) -> None:
-    said = _said(tmp_path, _die_with_the_store, world_size=3, victim=0)
+    said = survivors(tmp_path, _die_with_the_store, world_size=3, victim=0)
     assert said[1].startswith("LookupError: of rank 1 itself"), said
     assert "second" in said[2] and "store" in said[2] and "rank 0" in said[2], said
 

@@ -1,13 +1,16 @@
-"""Meshes made by torch, and the default mesh."""
+"""Meshes made by torch, meshes from process groups of another framework, and the default mesh."""
 
 from __future__ import annotations
 
 import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,8 +31,8 @@ def _train(mesh: DeviceMesh | None, **settings: Any) -> tuple[int, dict[str, Ten
     exact = exact_sgd(alone.parameters())
     for step in range(2):
         with layerzero.no_sync(model):
-            integer_loss(model, integer_batch(step=step, rank=torch.distributed.get_rank())).backward()
-        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=torch.distributed.get_rank())).backward()
+            integer_loss(model, integer_batch(step=step, rank=dist.get_rank())).backward()
+        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=dist.get_rank())).backward()
         for micro_batch in range(2):
             batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in ranks]
             integer_loss(alone, union(batches)).backward()
@@ -66,6 +69,57 @@ def _torchs(rank: int) -> None:
 @pytest.mark.parametrize("run", [run_ranks, pytest.param(run_sharing, marks=pytest.mark.slow)])
 def test_meshes_of_torch_train_as_one_process(run: Any) -> None:
     run(_torchs, world_size=WORLD)
+
+
+# Data-parallel groups, alone or beside each other as with tensor or pipeline parallelism, and the blocks that share
+# weights. A mean over three ranks is not exact.
+GROUPS: list[tuple[list[list[int]], list[list[int]]]] = [
+    ([[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+    ([[0, 1, 2, 3]], [[0, 1], [2, 3]]),
+    ([[0, 1, 2, 3]], [[0, 1, 2, 3]]),
+    ([[0, 2], [1, 3]], [[0], [1], [2], [3]]),
+    ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
+    ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    ([[0], [1, 2, 3]], [[0], [1, 2, 3]]),
+]
+BAD_GROUPS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+    "every second rank": ([[0, 1, 2, 3]], [[0, 2], [1, 3]]),
+    "not aligned": ([[0, 1, 2, 3]], [[0, 3], [1, 2]]),
+    "of different sizes": ([[0, 1, 2, 3]], [[0, 1, 2], [3]]),
+    "of sizes 2, 1, 1": ([[0, 1, 2, 3]], [[0, 1], [2], [3]]),
+    "larger than the data-parallel group": ([[0, 1], [2, 3]], [[0, 1, 2, 3]]),
+    "across data-parallel groups": ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+}
+
+
+def _own(lists: list[list[int]]) -> list[int]:
+    return next(members for members in lists if dist.get_rank() in members)
+
+
+def _group(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Make a process group of each list; return the one that contains this rank."""
+    made = [dist.new_group(members) for members in ranks]
+    return made[ranks.index(_own(ranks))]
+
+
+@pytest.mark.slow
+@on_ranks(world_size=WORLD)
+def test_meshes_of_given_groups_train_as_one_process_unless_their_blocks_are_bad(rank: int) -> None:
+    for zero1, zero3 in GROUPS:
+        mesh, size = layerzero.mesh_from_groups(_group(zero1), _group(zero3)), len(_own(zero3))
+        assert mesh.mesh_dim_names == ("replica", "zero3") and mesh.mesh.flatten().tolist() == _own(zero1)
+        assert mesh.get_local_rank("zero3") == _own(zero3).index(rank)
+        assert len(_own(zero1)) == 3 or _train(mesh)[0] == size, (zero1, zero3)
+    for name, (zero1, zero3) in BAD_GROUPS.items():
+        zero1_group, zero3_group, start = _group(zero1), _group(zero3), time.monotonic()
+        with pytest.raises((ValueError, RuntimeError), match="zero3_group"):
+            layerzero.mesh_from_groups(zero1_group, zero3_group)
+        assert time.monotonic() - start < 10, name
+    # A difference in one data-parallel group leaves the other one alone.
+    mesh = layerzero.mesh_from_groups(_group([[0, 2], [1, 3]]), _group([[0, 2], [1, 3]]))
+    differs = pytest.raises(ValueError, match=r"prefetch.*\b3\b") if rank % 2 else nullcontext()
+    with differs:
+        layerzero.shard_model(integer_net(), mesh=mesh, prefetch=2 if rank == 3 else 1)
 
 
 def _checkpoint(rank: int, folder: Path) -> None:

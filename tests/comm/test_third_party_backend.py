@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import layerzero
 from layerzero import Offload
-from layerzero.comm.process_groups import new_group_like
+from layerzero.comm.process_groups import mesh_group
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
 from tests.support.launches import launches_of
@@ -124,5 +124,5 @@ def test_groups_have_the_timeout_that_the_backend_tells_or_torchs(rank: int) -> 
     ranks = list(range(WORLD))
     for backend, expected in ((NAME, default_pg_timeout), ("gloo", timedelta(seconds=45))):
         like = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=45))
-        made = new_group_like(ranks, like=like, device_type="cpu")._get_backend(torch.device("cpu"))
+        made = mesh_group(ranks, like=like, device_type="cpu")._get_backend(torch.device("cpu"))
         assert (made._gloo if backend == NAME else made).options._timeout == expected, backend

@@ -133,23 +133,6 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
         assert text.count("does not answer") == text.count("rank 1 has not joined and"), text
 
 
-def _one_batch_less(rank: int) -> str:
-    model, optimizer, dog = _watched()
-    thread = threading.Thread(target=lambda: train(model, optimizer, range(2, 4 - (rank == 3))), daemon=True)
-    thread.start()
-    said = _reported(dog)
-    if rank == 3:
-        thread.join()
-        train(model, optimizer, range(3, 4))
-    thread.join(20)
-    return said
-
-
-def test_one_batch_less_is_named_with_the_step() -> None:
-    for said in run_ranks(_one_batch_less):
-        assert "rank 3 has not joined, and waits in no collective: at step 1" in said, said
-
-
 def _in_time(rank: int) -> None:
     model, optimizer, dog = _watched()
     for step in range(2, 30):

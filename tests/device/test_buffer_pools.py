@@ -30,24 +30,6 @@ def _empty(numel: int) -> torch.Tensor:
 
 
 @needs_caching
-def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
-    pool = FullBufferPool(CPU)
-    pool.limit = 64
-    first, second = torch.empty(16), torch.empty(16)
-    view = second.view(4, 4)[1:]
-    for tensor in (first, second):
-        tensor.untyped_storage().resize_(0)
-    pool.allocate(first.untyped_storage(), 64)
-    first.fill_(3)
-    address = first.data_ptr()
-    pool.free(first.untyped_storage())
-    assert first.untyped_storage().nbytes() == 0 and pool.cached_bytes == 64
-    pool.allocate(second.untyped_storage(), 64)
-    assert second.data_ptr() == address and view.eq(3).all() and pool.cached_bytes == 0
-    assert pool.allocations == 1
-
-
-@needs_caching
 def test_no_more_is_cached_than_the_limit_and_sizes_are_separate() -> None:
     pool = FullBufferPool(CPU)
     pool.limit = 100
@@ -63,15 +45,6 @@ def test_no_more_is_cached_than_the_limit_and_sizes_are_separate() -> None:
     assert pool.allocations == 3 + 2, "cached memory of another size has made room"
     pool.free(tensors[0].untyped_storage())  # has none
     assert pool.cached_bytes == 96
-
-
-def test_scratch_is_reused_by_size_and_dtype() -> None:
-    pool = BufferPool(CPU)
-    first = pool.acquire(8, torch.float32)
-    pool.release(first)
-    assert pool.acquire(8, torch.float32) is first
-    assert pool.acquire(8, torch.bfloat16) is not first
-    assert pool.most_bytes == 32 + 16
 
 
 @on_ranks(world_size=1)

@@ -33,7 +33,7 @@ from layerzero.comm.collectives import (
     all_gather_small,
 )
 from layerzero.device import buffer_pools
-from layerzero.device.streams import DeviceStreams, _DeviceEvents
+from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.weight_storage import GatherState
@@ -139,22 +139,6 @@ def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, 
             assert logs[0].count("gather the root") == 6, "it stays from a forward to its backward"
         for rank, log in enumerate(logs):
             assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"
-
-
-def _landed_of_nobody(streams: DeviceStreams) -> Any:
-    return _DeviceEvents(streams._module, ())
-
-
-def _does_not_wait(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with mock.patch.object(DeviceStreams, "record_gradients_event", _landed_of_nobody), Device().installed() as device:
-        _steps(_shard(mesh), rank, device)
-
-
-def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land() -> None:
-    with pytest.raises(AssertionError, match="uses what it has not waited for"):
-        run_ranks(_does_not_wait, world_size=2, pg_timeout=10)
 
 
 # --- the host ---

@@ -10,7 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # functions of os that change the disk
 SURVIVED, RAISED, WRONG, TAKEN = 0, 7, 8, 9
@@ -60,6 +64,40 @@ def slow_disk(generator: random.Random) -> Iterator[None]:
     finally:
         for name, real in reals.items():
             setattr(os, name, real)
+
+
+def survivors(folder: Path, act: Callable[[int], str], *, world_size: int, victim: int) -> dict[int, str]:
+    """Return the results of `act`, which kills one rank, on the other ranks. The first rank serves the store."""
+    ranks = [
+        forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    files = {rank: folder / f"said.{rank}" for rank in range(world_size) if rank != victim}
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return {rank: file.read_text() if file.exists() else "nothing" for rank, file in files.items()}
+
+
+def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -> None:
+    torch.set_num_threads(1)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+    else:
+        while not (folder / "port").exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    said = act(rank)
+    (folder / f"{rank}.new").write_text(said)
+    (folder / f"{rank}.new").rename(folder / f"said.{rank}")
+    time.sleep(60)  # until all have reported: a rank that ends closes its connections
 
 
 def exit_codes(ranks: list[Any]) -> list[int]:

@@ -16,6 +16,7 @@ the shard is allocated, gathers run only among the k ranks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -116,9 +117,12 @@ class GatheredFullBuffer(FullBuffer):
             return all_gather(self._post_forward_comm, Collective.REGATHER, self.full, self._post_forward, name=name)
         if self._host_shard is None:
             return self._all_gather(name, after)
+        fetch = self._host_shard.start_fetch(self._input)
         if self._comm.size == 1:
-            return self._host_shard.start_fetch(self._input)
-        with self._host_shard.fetch_into(self._input, on_copy_stream=self._codec is None):
+            return fetch
+        # Unless the shard is encoded first, the computation does not wait for the copy.
+        with self._host_shard.on_copy_stream() if self._codec is None else nullcontext():
+            fetch.wait()
             return self._all_gather(name)
 
     @torch.no_grad()

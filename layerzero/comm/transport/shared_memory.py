@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -45,10 +45,10 @@ from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOption
 from layerzero.comm.transport.shm_buffers import (
     FIRST_FREE_COUNTER,
     RING_BYTES,
+    PendingPeers,
     SharedBufferPool,
     SharedSendBuffer,
     aligned_bytes,
-    aligned_bytes_of_all,
 )
 from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
@@ -71,20 +71,18 @@ _MORE = 5  # address space reserved for each handle in addition to the predicted
 
 def segment_sizes(demand: BufferDemand) -> SegmentSizes:
     """Return the sizes of a segment that has room for the buffers in `demand`."""
-    gradients = sum(aligned_bytes(_nbytes(each)) for each in demand.gradients)
-    accumulators = sum(aligned_bytes(_nbytes(each)) for each in demand.accumulators)
-    predicted = RING_BYTES + aligned_bytes_of_all(demand.send_scratch) + accumulators
+    scratch = (size for size, count in demand.send_scratch.items() for _ in range(count))
+    predicted = RING_BYTES + _aligned_bytes_of(scratch) + _aligned_bytes_of(demand.accumulators)
     return SegmentSizes(
         num_counters=_FIRST_HANDLE + len(demand.full_buffers),
-        common=sum(aligned_bytes(_nbytes(each)) for each in demand.full_buffers),
-        part=predicted + gradients * _MORE,
+        common=_aligned_bytes_of(demand.full_buffers),
+        part=predicted + _aligned_bytes_of(demand.gradients) * _MORE,
         predicted=predicted,
     )
 
 
-def _nbytes(size: Size) -> int:
-    numel, dtype = size
-    return numel * dtype.itemsize
+def _aligned_bytes_of(sizes: Iterable[Size]) -> int:
+    return sum(aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes)
 
 
 class SharedMemoryTransport(Transport):
@@ -155,7 +153,11 @@ class SharedMemoryTransport(Transport):
             # no extra memory is needed.
             parts = partial(pool.parts, number, numel, flat.dtype)
             return PendingReduction(
-                launched.attach_transfers(pool.pending_peers(number)), flat, parts, wire_dtype, release_buffers
+                launched.attach_transfers(PendingPeers(self._segment.counters, number)),
+                flat,
+                parts,
+                wire_dtype,
+                release_buffers,
             )
 
     @property

@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ __all__ = [
     "SharedBufferPool",
     "SharedSendBuffer",
     "aligned_bytes",
-    "aligned_bytes_of_all",
 ]
 
 PUBLISHED, CONSUMED = 1, 2  # indices of counters in the shared memory
@@ -52,15 +51,6 @@ RING_BYTES = _RING * 2 * 8
 def aligned_bytes(nbytes: int) -> int:
     """Return the number of bytes that a buffer occupies in a rank's part: `nbytes`, rounded up to whole cache lines."""
     return -(-nbytes // LINE) * LINE
-
-
-def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
-    """Return the number of bytes that buffers occupy in a rank's part.
-
-    Args:
-        buffers: number of buffers, by size.
-    """
-    return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
 class SharedBufferPool(BufferPool):
@@ -92,10 +82,6 @@ class SharedBufferPool(BufferPool):
             memory.numbers_of(rank, 2 * _RING) for rank in range(memory.size)
         ]
         self.most_bytes = self.predicted_bytes = memory.committed
-
-    @property
-    def num_ranks(self) -> int:
-        return self._memory.size
 
     # Buffers
 
@@ -169,7 +155,7 @@ class SharedBufferPool(BufferPool):
 
         All ranks must have sent gradient `number`.
         """
-        index, nbytes = 2 * (number % _RING), numel * self.num_ranks * dtype.itemsize
+        index, nbytes = 2 * (number % _RING), numel * self._memory.size * dtype.itemsize
         parts = []
         for rank, ring in enumerate(self._rings):
             if ring[index + 1] != nbytes:
@@ -186,9 +172,6 @@ class SharedBufferPool(BufferPool):
         assert number == self._added + 1, "gradients are added in the order in which they are sent"
         self._added = number
         self._counters.increment(CONSUMED)
-
-    def pending_peers(self, number: int) -> PendingPeers:
-        return PendingPeers(self._counters, number)
 
     def _wait(self, counter: int, target: int) -> None:
         if not self._counters.ranks_below(counter, target):
@@ -229,9 +212,3 @@ class PendingPeers:
 
     def wait(self) -> Any:
         self._counters.wait(PUBLISHED, self._number)
-
-    def get_future(self) -> NoReturn:
-        raise RuntimeError(
-            "get_future() is not supported by a wait for shared memory, because no thread observes its completion. "
-            "Call wait()"
-        )

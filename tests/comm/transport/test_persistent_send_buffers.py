@@ -7,8 +7,6 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,18 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
-from layerzero.comm.transport.shm_buffers import SharedBufferPool
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
     assert_close,
-    backward,
-    backward_alone,
     different,
-    exact_sgd,
     full_gradients,
     full_parameters,
-    integer_net,
 )
 from tests.support.ranks import every_nth_setting, on_ranks
 from tests.support.ranks import run_sharing as run_ranks
@@ -65,11 +58,11 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
 
 
 def _like_collectives(rank: int, sizes: Sequence[int], seed: int, stride: int) -> None:
+    widened = PrecisionPolicy.of(POLICIES[1], replica_reduce_dtype=torch.float32)
     settings = [
         *itertools.product(sizes, POLICIES, ("sharded", "full", "local"), ({},)),
-        *itertools.product(
-            sizes, [PrecisionPolicy.of(POLICIES[1], replica_reduce_dtype=torch.float32)], ("full",), ({},)
-        ),
+        *itertools.product(sizes, [widened], ("full",), ({},)),
+        *itertools.product(sizes, POLICIES[:1], ("sharded",), ({"reshard_after_forward": False}, {"prefetch": 3})),
     ]
     for size, policy, mode, more in settings[::stride]:
         off, auto = (
@@ -92,44 +85,6 @@ def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_collectives
     world: int, sizes: tuple[int, ...], stride: int
 ) -> None:
     run_ranks(_like_collectives, sizes, 0, stride, world_size=world)
-
-
-def _late_reader(rank: int, breaks: bool) -> bool:
-    """Delay a read of rank 1 from memory that rank 0 rewrites in its next backward; the result is correct."""
-    net = integer_net()
-    model = layerzero.shard_model(integer_net(), zero3_size=2, accumulation="full")
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    parts = SharedBufferPool.parts
-
-    def late(self: SharedBufferPool, *args: Any) -> Any:
-        if rank == 1:
-            time.sleep(0.2)
-        return parts(self, *args)
-
-    alone = exact_sgd(net.parameters())
-    with (
-        mock.patch.object(SharedBufferPool, "parts", late),
-        mock.patch.object(
-            SharedBufferPool, "wait_consumed", (lambda self, buffer: None) if breaks else SharedBufferPool.wait_consumed
-        ),
-    ):
-        for step in range(3):
-            for each in (2 * step, 2 * step + 1):  # each of them reduces
-                backward(model, rank, each)
-                backward_alone(net, each, world_size=2)
-            optimizer.step()
-            optimizer.zero_grad()
-            alone.step()
-            alone.zero_grad()
-    return not different(full_parameters(model), dict(net.named_parameters()))
-
-
-def test_a_neighbor_that_reads_late_reads_what_was_sent() -> None:
-    assert run_ranks(_late_reader, False, world_size=2) == [True, True]
-
-
-def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> None:
-    assert False in run_ranks(_late_reader, True, world_size=2)
 
 
 @on_ranks(world_size=4, shared_memory="auto")

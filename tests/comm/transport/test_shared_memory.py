@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import logging
-import multiprocessing
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +29,9 @@ from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.engine.hooks import get_state
 from layerzero.utils.machine import available_memory
-from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard, train_step
+from tests.support.crashing import survivors
+from tests.support.graphs import batch, blocks, loss_of, message_of, one_pass, sgd, shard, train_step
+from tests.support.logs import logged
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -133,49 +133,25 @@ def _alone() -> tuple[nn.Module, torch.optim.Optimizer]:
 # --- ranks that cannot share ---
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+FAILS = (("create", 0), ("open", 3), ("create", 2))  # call that fails, and the rank on which it fails
 
 
-@contextmanager
-def _limited(kind: int, soft: int) -> Any:
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
-
-
-def _too_small() -> Any:
-    return _limited(resource.RLIMIT_FSIZE, 1 << 12)
-
-
-def _no_more_files() -> Any:
-    return _limited(resource.RLIMIT_NOFILE, 1)
-
-
-def _cannot(rank: int, limit: Callable[[], Any], limited: int) -> list[str]:
-    heard = _Heard()
-    logging.getLogger("layerzero").addHandler(heard)
-    mesh = layerzero.init_mesh(2)
-    before = len(os.listdir("/proc/self/fd"))
-    net, theirs = _alone()
-    with _sharing_under(limit) if rank == limited else nullcontext():
-        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-    # The other node works, and shares.
-    assert _shares(model) is (rank // 2 != limited // 2), rank
-    files = len([name for name in os.listdir("/proc/self/fd") if "layerzero" in _target(name)])
-    assert (files > 0) is _shares(model), f"{before} files before"
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
-    assert_same_bits(model, net, "with and without shared memory")
-    return heard.lines
+def _cannot(rank: int) -> list[list[str]]:
+    mesh, told = layerzero.init_mesh(2), []
+    for call, limited in FAILS:
+        fails = mock.patch.object(SharedSegment, call, side_effect=OSError("no room"))
+        with logged() as lines, fails if rank == limited else nullcontext():
+            model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        told.append(lines)
+        # The other node works, and shares.
+        assert _shares(model) is (rank // 2 != limited // 2), rank
+        files = len([name for name in os.listdir("/proc/self/fd") if "layerzero" in _target(name)])
+        assert (files > 0) is _shares(model), files
+        optimizer, (net, theirs) = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), _alone()
+        in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
+        assert_same_bits(model, net, "with and without shared memory")
+        layerzero.close(model)
+    return told
 
 
 def _target(name: str) -> str:
@@ -185,35 +161,14 @@ def _target(name: str) -> str:
         return ""
 
 
-@contextmanager
-def _sharing_under(limit: Callable[[], Any]) -> Any:
-    """Let this rank reach a system limit when it creates or opens shared memory, and only then."""
-    before = {name: vars(SharedSegment)[name] for name in ("create", "open")}
-    for name in ("create", "open"):
-        whole = getattr(SharedSegment, name)
-
-        def limited(*args: Any, whole: Callable[..., Any] = whole) -> Any:
-            with limit():
-                return whole(*args)
-
-        setattr(SharedSegment, name, staticmethod(limited))
-    try:
-        yield
-    finally:
-        for name, whole in before.items():
-            setattr(SharedSegment, name, whole)
-
-
-@pytest.mark.parametrize(("limit", "limited"), [(_too_small, 0), (_no_more_files, 3), (_no_more_files, 2)])
-def test_where_one_rank_cannot_share_its_zero3_group_uses_collectives_and_says_so_once(
-    limit: Callable[[], Any], limited: int
-) -> None:
-    lines = run_ranks(_cannot, limit, limited)
-    first = limited // 2 * 2
-    assert [len(each) for each in lines] == [int(rank == first) for rank in range(4)], lines
-    (line,) = lines[first]
-    assert f"ranks {[first, first + 1]} use collectives instead of shared memory" in line, line
-    assert ("File too large" if limit is _too_small else "Too many open files") in line, line
+def test_where_one_rank_cannot_share_its_zero3_group_uses_collectives_and_says_so_once() -> None:
+    by_rank = run_ranks(_cannot)
+    for number, (_, limited) in enumerate(FAILS):
+        lines, first = [told[number] for told in by_rank], limited // 2 * 2
+        assert [len(each) for each in lines] == [int(rank == first) for rank in range(4)], lines
+        (line,) = lines[first]
+        assert f"ranks {[first, first + 1]} use collectives instead of shared memory" in line, line
+        assert "no room" in line, line
 
 
 @pytest.mark.parametrize(
@@ -272,13 +227,6 @@ def test_models_that_go_leave_no_mapping_and_no_file(rank: int) -> None:
         assert held() == (0, 0), index
 
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.support.graphs"])
-
-
-_SECONDS = 8  # of the process group
-
-
 def _train(model: nn.Module, rank: int) -> None:
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(100_000):
@@ -293,32 +241,13 @@ def _meet(model: nn.Module, rank: int) -> None:
         assert memory.common(8, torch.int64, 0).sum() >= 0
 
 
-def _go_on_until_killed(
-    rank: int, folder: Path, act: Callable[[nn.Module, int], None], victim: int, delay: float
-) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=_SECONDS)
-    store = dist.FileStore(str(folder / "store"), 2)
-    store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+def _go_on_until_killed(rank: int, act: Callable[[nn.Module, int], None], victim: int, delay: float) -> str:
     units = ("units.0", "units.1", "units.2")
     model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, shared_memory="auto")
     dist.barrier()
     if rank == victim:
-
-        def kill() -> None:
-            time.sleep(delay)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=kill, daemon=True).start()
-    said = ""
-    try:
-        act(model, rank)
-    except RuntimeError as error:
-        said = str(error)
-    (folder / f"{rank}.new").write_text(said)
-    (folder / f"{rank}.new").rename(folder / f"said.{rank}")
-    os._exit(0)
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return message_of(lambda: act(model, rank))
 
 
 @pytest.mark.sample(4)
@@ -328,23 +257,9 @@ def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     act: Callable[[nn.Module, int], None], seed: int, tmp_path: Path
 ) -> None:
     delay, victim = random.Random(seed).uniform(0.0, 0.7), seed % 2  # the first rank has made the memory
-    ranks = [
-        _forks.Process(target=_go_on_until_killed, args=(r, tmp_path, act, victim, delay), daemon=True)
-        for r in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 150  # several timeouts of the group, and the start of processes on a busy machine
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    told = tmp_path / f"said.{1 - victim}"
-    said = told.read_text() if told.exists() else ""
-    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 0, (codes, said)
-    assert act is _meet or f"rank {victim} has died or has exited" in said, f"before the timeout: {said}"
-    assert said, "within the timeouts of the store"
+    go_on = partial(_go_on_until_killed, act=act, victim=victim, delay=delay)
+    (said,) = survivors(tmp_path, go_on, world_size=2, victim=victim).values()
+    assert "Error: " in said and (act is _meet or f"rank {victim} has died or has exited" in said), said
     assert not [name for name in os.listdir("/dev/shm") if "layerzero" in name]
 
 
@@ -382,14 +297,6 @@ def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
 # --- one missing process ---
 
 
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def _sleep(rank: int) -> str:
     model = shard(blocks(3), size=2)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -398,7 +305,7 @@ def _sleep(rank: int) -> str:
     if rank == 1:
         time.sleep(6)
         return ""
-    return _message(lambda: one_pass(model, rank, 1))
+    return message_of(lambda: one_pass(model, rank, 1))
 
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_not_come_to() -> None:
@@ -414,7 +321,7 @@ def _step_alone(rank: int, policy: MixedPrecisionPolicy) -> str:
     if rank == 1:
         time.sleep(6)
         return ""
-    return _message(lambda: layerzero.refresh(model))
+    return message_of(lambda: layerzero.refresh(model))
 
 
 @pytest.mark.sample(1)
