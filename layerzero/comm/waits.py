@@ -142,21 +142,22 @@ class WaitCycleError(CollectiveError):
         super().__init__(message, RankStatus(""), {})
 
 
-_waits: dict[threading.Thread, Wait | None] = {}  # current wait of each thread that launches collectives
+_waits: dict[threading.Thread, waiting | None] = {}  # current wait of each thread that launches collectives
 
 
 class waiting:
     """Context manager in which the calling thread waits for other ranks. A generator would take three times as long."""
 
-    __slots__ = ("_outer", "_thread", "_wait")
+    __slots__ = ("_outer", "_thread", "since", "wait")
 
     def __init__(self, wait: Wait) -> None:
-        self._wait = wait
+        self.wait = wait
+        self.since = time.monotonic()
 
     def __enter__(self) -> None:
         self._thread = thread = threading.current_thread()
         self._outer = _waits.get(thread)
-        _waits[thread] = self._wait
+        _waits[thread] = self
 
     def __exit__(self, *_: object) -> None:
         _waits[self._thread] = self._outer
@@ -169,9 +170,9 @@ def may_wait() -> None:
 
 def raise_verdict() -> None:
     """Raise WaitCycleError if the recorded wait of the calling thread cannot end."""
-    wait = _waits.get(threading.current_thread())
-    if wait is not None and wait.verdict:
-        raise WaitCycleError(wait.verdict)
+    current = _waits.get(threading.current_thread())
+    if current is not None and current.wait.verdict:
+        raise WaitCycleError(current.wait.verdict)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,6 @@ class WaitMonitor:
         self._counters: list[weakref.ref[TrafficCounters]] = []
         self._users = 0
         self.ended = threading.Event()
-        self._since: dict[threading.Thread, tuple[Wait, float]] = {}  # waits, and when the monitor first saw them
         self._next, self._warned = 0.0, 0.0  # time of the next question; start of the oldest wait that was warned of
         _RUNNING.add(self)
         self._threads = [
@@ -380,20 +380,12 @@ class WaitMonitor:
         self._asking = self._asking or self._answering.clone()  # type: ignore[attr-defined]
         return self._asking
 
-    def _oldest_wait(self, now: float) -> float:
-        """Return when the oldest wait of this rank began, or `now` if no thread waits."""
-        for thread, wait in _waits.copy().items():
-            if wait is None or not thread.is_alive():
-                self._since.pop(thread, None)
-                if not thread.is_alive():
-                    del _waits[thread]
-            elif self._since.get(thread, (None, 0.0))[0] is not wait:
-                self._since[thread] = wait, now
-        return min((since for _, since in self._since.values()), default=now)
-
     def _check(self, now: float) -> None:
         """Ask other ranks, in a thread, if a wait of this rank is old or a collective of a watched model is late."""
-        oldest = self._oldest_wait(now)
+        for thread in list(_waits):
+            if not thread.is_alive():
+                del _waits[thread]
+        oldest = min((each.since for each in list(_waits.values()) if each is not None), default=now)
         late = [(watchdog, launch) for watchdog in self._watchdogs() if (launch := watchdog.unreported()) is not None]
         if self._questions is not None and self._questions.is_alive():
             for watchdog, launch in late if now - self._heard > _SILENT else ():
@@ -484,7 +476,7 @@ class WaitMonitor:
 
     def _accept(self, text: str, store: Store) -> None:
         """End the waits of this rank with an error. No more collectives can be launched on its groups."""
-        waits, groups = [wait for wait in _waits.copy().values() if wait is not None], current_groups()
+        waits, groups = [each.wait for each in list(_waits.values()) if each is not None], current_groups()
         if not waits and not any(held.failure for held in groups):
             _LOG.error("%s", text)
         for held in groups:
@@ -515,8 +507,8 @@ def _waits_of(
     waits, running = [], []
     for thread in threads:
         frame = frames.get(thread.ident or 0)
-        if (wait := _waits.get(thread)) is not None:
-            waits.append(wait.state(store))
+        if (current := _waits.get(thread)) is not None:
+            waits.append(current.wait.state(store))
         elif frame is not None and (foreign := _foreign_wait(frame)) is not None:
             waits.append(foreign)
         elif frame is not None and not _is_idle(frame, threads):

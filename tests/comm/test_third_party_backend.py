@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 import layerzero
@@ -17,14 +16,11 @@ from layerzero import Offload
 from layerzero.comm.process_groups import mesh_group
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
-from tests.support.launches import launches_of
+from tests.support.launches import three_steps
 from tests.support.models import (
     SideBySide,
     different,
     exact_sgd,
-    full_parameters,
-    integer_batch,
-    integer_loss,
     integer_net,
     train,
 )
@@ -35,23 +31,6 @@ pytestmark = pytest.mark.slow
 
 WORLD = 4
 UNITS = 5
-
-
-def _steps(model: nn.Module, rank: int) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the launches of this rank in three steps of two micro-batches and the weights after.
-
-    Launches are listed by communicator, unit and collective.
-    """
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    launches = launches_of(model)
-    for step in range(3):
-        for number in range(2):
-            with layerzero.no_sync(model) if number == 0 and step else nullcontext():
-                integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    log = launches.names
-    return log, full_parameters(model)
 
 
 CASES = {
@@ -76,7 +55,7 @@ def _launch(rank: int) -> dict[str, list[str]]:
                 model = layerzero.shard_model(
                     SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings
                 )
-                results.append(_steps(model, rank))
+                results.append(three_steps(model, rank))
         (logs[name], ours), (_, on_gloo) = results
         assert not different(ours, on_gloo), name
     return logs

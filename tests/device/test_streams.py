@@ -39,7 +39,7 @@ from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.weight_storage import GatherState
 from layerzero.extend import StepObserver, attach
 from tests.support.late_device import NAME, Device, Event, Stream, register
-from tests.support.launches import launches_of
+from tests.support.launches import three_steps
 from tests.support.models import (
     SideBySide,
     different,
@@ -64,19 +64,9 @@ def _shard(mesh: Any, **settings: Any) -> nn.Module:
 
 
 def _steps(model: nn.Module, rank: int, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the launches of this rank in three steps of two micro-batches, and the weights after."""
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    launches = launches_of(model)
-    for step in range(3):
-        # The last step runs on a different stream from that of shard_model.
-        with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
-            for number in range(2):
-                with layerzero.no_sync(model) if number == 0 and step else nullcontext():
-                    integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step != 0)
-    log = launches.names
-    return log, full_parameters(model)
+    """Return the launches and weights of :func:`three_steps`; on `device`, the last step is on a different stream."""
+    around = nullcontext if device is None else lambda step: _on_another_stream(device) if step == 2 else nullcontext()
+    return three_steps(model, rank, around)
 
 
 @contextmanager

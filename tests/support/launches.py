@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+import layerzero
 from layerzero.extend import PendingCollective, StepObserver, attach
+from tests.support.models import exact_sgd, full_parameters, integer_batch, integer_loss
 
 
 class Event(NamedTuple):
@@ -52,6 +56,23 @@ class Launches(StepObserver):
 
 def launches_of(model: nn.Module) -> Launches:
     return attach(model, Launches())
+
+
+def three_steps(
+    model: nn.Module, rank: int, around: Callable[[int], AbstractContextManager[Any]] = nullcontext
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the launches of this rank in three steps of two micro-batches, each inside `around`, and the weights."""
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    launches = launches_of(model)
+    for step in range(3):
+        with around(step):
+            for number in range(2):
+                with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                    integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 0)
+    names = launches.names
+    return names, full_parameters(model)
 
 
 def by_communicator(launches: Launches) -> dict[str, list[tuple[str, str]]]:
