@@ -66,7 +66,9 @@ def slow_disk(generator: random.Random) -> Iterator[None]:
             setattr(os, name, real)
 
 
-def survivors(folder: Path, act: Callable[[int], str], *, world_size: int, victim: int) -> dict[int, str]:
+def survivors(
+    folder: Path, act: Callable[[int], str], *, world_size: int, victim: int, timeout: timedelta = TIMEOUT
+) -> dict[int, str]:
     """Return the results of `act`, which kills one rank, on the other ranks. The first rank serves the store."""
     ranks = [
         forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
@@ -83,17 +85,17 @@ def survivors(folder: Path, act: Callable[[int], str], *, world_size: int, victi
     return {rank: file.read_text() if file.exists() else "nothing" for rank, file in files.items()}
 
 
-def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -> None:
+def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str], timeout: timedelta) -> None:
     torch.set_num_threads(1)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
         (folder / "port.new").rename(folder / "port")
     else:
         while not (folder / "port").exists():
             time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     said = act(rank)
     (folder / f"{rank}.new").write_text(said)
     (folder / f"{rank}.new").rename(folder / f"said.{rank}")

@@ -63,9 +63,8 @@ class SharedCounters:
     """Counters of all ranks of a ZeRO-3 group.
 
     Args:
-        mapping: shared memory.
-        start: byte offset of the counters in `mapping`. They occupy ``nbytes(len(ranks), num_counters)`` bytes, which
-            are initially 0.
+        mapping: shared memory. The counters occupy its first ``nbytes(len(ranks), num_counters)`` bytes, which are
+            initially 0.
         file: file descriptor of the shared memory. Each rank locks one of the first bytes of the file.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
@@ -76,7 +75,6 @@ class SharedCounters:
     def __init__(
         self,
         mapping: mmap.mmap,
-        start: int,
         *,
         file: int,
         ranks: Sequence[int],
@@ -92,9 +90,7 @@ class SharedCounters:
         self._num_counters = num_counters + 1  # the last counter of each rank stays 0; see [Note: Futex counters]
         self._timeout = timeout
         self._per_line = LINE // 4
-        self._numbers = (ctypes.c_uint32 * (self.size * self._num_counters * self._per_line)).from_buffer(
-            mapping, start
-        )
+        self._numbers = (ctypes.c_uint32 * (self.size * self._num_counters * self._per_line)).from_buffer(mapping)
         self._address = ctypes.addressof(self._numbers)
 
     @staticmethod

@@ -44,6 +44,12 @@ class SegmentSizes:
     part: int  # maximum size of each rank's part in bytes
     predicted: int  # number of bytes in each rank's part that are committed initially
 
+    def starts(self, ranks: int) -> tuple[int, int, int]:
+        """Return the byte offsets of the common part, of the first rank's part, and of the end of a segment."""
+        common = round_up_to_pages(SharedCounters.nbytes(ranks, self.num_counters))
+        parts = common + round_up_to_pages(self.common)
+        return common, parts, parts + ranks * round_up_to_pages(self.part)
+
 
 @dataclass(frozen=True)
 class SegmentDescriptor:
@@ -53,9 +59,9 @@ class SegmentDescriptor:
     file: int  # file descriptor in that process
     token: int  # random number in the label of the file
 
-    @property
-    def label(self) -> str:
-        return f"layerzero-{self.token:x}"
+
+def _label(token: int) -> str:
+    return f"layerzero-{token:x}"
 
 
 class SharedSegment:
@@ -67,6 +73,7 @@ class SharedSegment:
         size: number of ranks.
         rank: index of this rank, from 0 to `size` - 1.
         counters: counters of all ranks. Counter 0 is reserved for :meth:`visibility_error`.
+        committed: number of allocated bytes in this rank's part.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -75,32 +82,30 @@ class SharedSegment:
         self.region = region
         self._file = file
         self._close = weakref.finalize(self, os.close, file)
-        self._common_start = round_up_to_pages(SharedCounters.nbytes(self.size, region.num_counters))
-        self._parts_start = self._common_start + round_up_to_pages(region.common)
-        self._committed = 0  # number of committed bytes in this rank's part
-        total = _segment_nbytes(region, self.size)
+        self._common_start, self._parts_start, total = region.starts(self.size)
+        self.committed = 0
         if os.fstat(file).st_size != total:
             raise OSError(f"the shared memory has {os.fstat(file).st_size} bytes, not {total}")
         self._mapping = mmap.mmap(file, total)
         self.counters = SharedCounters(
-            self._mapping, 0, file=file, ranks=ranks, rank=rank, num_counters=region.num_counters, timeout=timeout
+            self._mapping, file=file, ranks=ranks, rank=rank, num_counters=region.num_counters, timeout=timeout
         )
 
     @staticmethod
     def create(region: SegmentSizes, size: int) -> tuple[int, SegmentDescriptor]:
         """Create a segment for `size` ranks. Return its file descriptor, and its location for the other ranks."""
         token = secrets.randbits(62)
-        call = SegmentDescriptor(os.getpid(), -1, token)
-        file = os.memfd_create(call.label, os.MFD_CLOEXEC)
+        file = os.memfd_create(_label(token), os.MFD_CLOEXEC)
+        common_start, _, total = region.starts(size)
         try:
             os.fchmod(file, 0o600)  # by default, other users could open it through /proc
             _require_memory(region.common + size * region.predicted)
-            os.ftruncate(file, _segment_nbytes(region, size))
-            os.posix_fallocate(file, 0, round_up_to_pages(SharedCounters.nbytes(size, region.num_counters)))
+            os.ftruncate(file, total)
+            os.posix_fallocate(file, 0, common_start)
         except OSError:
             os.close(file)
             raise
-        return file, SegmentDescriptor(call.process, file, token)
+        return file, SegmentDescriptor(os.getpid(), file, token)
 
     @staticmethod
     def open(call: SegmentDescriptor) -> int:
@@ -111,7 +116,7 @@ class SharedSegment:
         """
         path = f"/proc/{call.process}/fd/{call.file}"
         target = os.readlink(path)
-        if call.label not in target:
+        if _label(call.token) not in target:
             raise OSError(f"{path} is a different file, {target}: the ranks cannot see each other's processes")
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -149,16 +154,10 @@ class SharedSegment:
         """
         nbytes = round_up_to_pages(nbytes)
         assert nbytes <= round_up_to_pages(self.region.part), "a part exceeds its maximum length"
-        if nbytes > self._committed:
-            _require_memory(nbytes - self._committed)
-            start = self._parts_start + self.rank * round_up_to_pages(self.region.part)
-            os.posix_fallocate(self._file, start + self._committed, nbytes - self._committed)
-            self._committed = nbytes
-
-    @property
-    def committed(self) -> int:
-        """Number of allocated bytes in this rank's part."""
-        return self._committed
+        if nbytes > self.committed:
+            _require_memory(nbytes - self.committed)
+            os.posix_fallocate(self._file, self._part_start(self.rank) + self.committed, nbytes - self.committed)
+            self.committed = nbytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -173,12 +172,14 @@ class SharedSegment:
     def part_of(self, rank: int, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
         """Return a 1-D tensor [numel] that begins at byte `offset` of the part of `rank`."""
         assert offset + numel * dtype.itemsize <= self.region.part
-        return self._tensor(numel, dtype, self._parts_start + rank * round_up_to_pages(self.region.part) + offset)
+        return self._tensor(numel, dtype, self._part_start(rank) + offset)
 
     def numbers_of(self, rank: int, count: int) -> ctypes.Array[ctypes.c_uint64]:
         """Return a view of the first `count` 8-byte integers in the part of `rank`."""
-        start = self._parts_start + rank * round_up_to_pages(self.region.part)
-        return (ctypes.c_uint64 * count).from_buffer(self._mapping, start)
+        return (ctypes.c_uint64 * count).from_buffer(self._mapping, self._part_start(rank))
+
+    def _part_start(self, rank: int) -> int:
+        return self._parts_start + rank * round_up_to_pages(self.region.part)
 
     def _tensor(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
         if numel == 0:
@@ -199,11 +200,3 @@ def _require_memory(nbytes: int) -> None:
 def round_up_to_pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _segment_nbytes(region: SegmentSizes, size: int) -> int:
-    return (
-        round_up_to_pages(SharedCounters.nbytes(size, region.num_counters))
-        + round_up_to_pages(region.common)
-        + size * round_up_to_pages(region.part)
-    )

@@ -125,8 +125,8 @@ def test_where_there_is_no_room_for_gradients_that_is_an_error_with_a_way_out() 
 def test_numbers_are_compared_across_their_wrap() -> None:
     with open("/dev/zero", "r+b") as file:
         mapping = mmap.mmap(-1, SharedCounters.nbytes(2, 2) + LINE)
-        counters = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, num_counters=2, timeout=1.0)
-        other = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, num_counters=2, timeout=1.0)
+        counters = SharedCounters(mapping, file=file.fileno(), ranks=(0, 1), rank=0, num_counters=2, timeout=1.0)
+        other = SharedCounters(mapping, file=file.fileno(), ranks=(0, 1), rank=1, num_counters=2, timeout=1.0)
         start = (1 << 32) - 2
         other._numbers[(1 * other._num_counters + 1) * other._per_line] = start
         assert counters.ranks_below(1, start) == [] and counters.ranks_below(1, start + 1) == [1]
