@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import Codecs
+from layerzero.comm.collectives import Communicator, PendingSmallGather, all_gather_small
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
@@ -45,22 +47,27 @@ class Two(nn.Module):
 
 @on_ranks(world_size=8, shared_memory="off")
 def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(rank: int) -> None:
-    models, opened = [], []
-    for world, size in ((4, 2), (8, 4), (8, 2)):
-        if rank < world:
-            before = len(os.listdir("/proc/self/fd"))
-            models.append(layerzero.shard_model(Two(), mesh=mesh_of_ranks(range(world), size, "cpu")))
-            opened.append(len(os.listdir("/proc/self/fd")) - before)
-            layerzero.traffic(models[-1], reset=True)
-            models[-1](torch.ones(1, 2)).sum().backward()
-            assert models[-1].used.weight.grad is not None and models[-1].unused.weight.grad is None
-            sent = layerzero.traffic(models[-1]).bytes["metadata"] // len(list(models[-1].parameters()))
-            assert sent == size - 1 + world // size - 1, "one to each rank of both axes"
+    models, opened, pair = [], {}, range(rank // 2 * 2, rank // 2 * 2 + 2)
+    for ranks, size in ((pair, 2), (range(4), 2), (range(8), 2), (range(4), 4)):
+        if rank in ranks:
+            before, messages = len(os.listdir("/proc/self/fd")), []
+            models.append(layerzero.shard_model(Two(), mesh=mesh_of_ranks(ranks, size, "cpu")))
+            opened[len(ranks), size] = len(os.listdir("/proc/self/fd")) - before
+
+            def gather(comm: Communicator, *more: Any) -> PendingSmallGather:
+                messages.append(comm.size - 1)  # noqa: B023
+                return all_gather_small(comm, *more)
+
+            with mock.patch("layerzero.engine.used_params.all_gather_small", gather):
+                models[-1](torch.ones(1, 2)).sum().backward()
+                assert models[-1].used.weight.grad is not None and models[-1].unused.weight.grad is None
+            assert sum(messages) == size - 1 + len(ranks) // size - 1, "one to each rank of both axes"
         dist.barrier()
     if rank < 4:
-        # Four groups along one axis and three along the other, those of the mesh included; the third mesh has the row
-        # of the first one, and therefore its group.
-        assert opened[1] - opened[0] == 4 * 2 and opened[2] - opened[0] == 3 * 2 - 1, opened
+        # Each of the last three models creates six groups, with those of its mesh: three along the axis whose group of
+        # the mesh exists already, and three or four along the other one.
+        assert opened[8, 2] - opened[4, 2] == 3 * 2, opened
+        assert opened[4, 4] - opened[4, 2] == 4 * 3 - (3 + 3), opened
 
 
 def test_a_late_maximum_is_complete_one_collective_later_for_each_further_axis() -> None:
