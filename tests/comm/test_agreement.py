@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,40 +101,28 @@ def _case(call: Callable[[], Any], *patterns: str, usual: Callable[[], Any] = _s
 
 
 RANK = rf"\b{ODD}\b"
+# By field that the message names: settings of the odd rank, and a value of it in the message.
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero3_size": ({"zero3_size": 4}, "4"),
+    "param_dtype": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "bfloat16"),
+    "reduce_dtype": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}, "float16"),
+    "replica_reduce_dtype": ({"mp_policy": PrecisionPolicy(replica_reduce_dtype=torch.bfloat16)}, "bfloat16"),
+    "output_dtype": ({"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}, "float64"),
+    "accumulation_dtype": ({"mp_policy": PrecisionPolicy(accumulation_dtype=torch.bfloat16)}, "bfloat16"),
+    "offload.params": ({"offload": Offload(params=True)}, ""),
+    "offload.pin_memory": ({"offload": Offload(grads=True, pin_memory=False)}, ""),
+    "prefetch": ({"prefetch": 2}, ""),
+    "reshard_after_forward": ({"reshard_after_forward": False}, ""),
+    "sync_module_states": ({"sync_module_states": False}, ""),
+    "units": ({"units": ["second"]}, "first.*second"),
+    "accumulation": ({"accumulation": "full"}, "full"),
+}
 CASES: dict[str, Case] = {
+    **{field: _case(partial(_shard, **given), field, value, RANK) for field, (given, value) in SETTINGS.items()},
     "zero3_size of init_mesh": _case(
         lambda: layerzero.init_mesh(4), "init_mesh", "zero3_size", RANK, usual=lambda: layerzero.init_mesh(2)
     ),
-    "zero3_size": _case(lambda: _shard(zero3_size=4), "shard_model", "zero3_size", RANK),
-    "param_dtype": _case(
-        lambda: _shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "param_dtype", "bfloat16", RANK
-    ),
-    "reduce_dtype": _case(
-        lambda: _shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), "reduce_dtype", "float16", RANK
-    ),
-    "replica_reduce_dtype": _case(
-        lambda: _shard(mp_policy=PrecisionPolicy(replica_reduce_dtype=torch.bfloat16)),
-        "replica_reduce_dtype",
-        "bfloat16",
-        RANK,
-    ),
-    "output_dtype": _case(
-        lambda: _shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64)), "output_dtype", "float64", RANK
-    ),
-    "offload_params": _case(lambda: _shard(offload=Offload(params=True)), "offload.params", RANK),
-    "pin_memory": _case(lambda: _shard(offload=Offload(grads=True, pin_memory=False)), "offload.pin_memory", RANK),
-    "prefetch": _case(lambda: _shard(prefetch=2), "prefetch", RANK),
-    "reshard_after_forward": _case(lambda: _shard(reshard_after_forward=False), "reshard_after_forward", RANK),
-    "sync_module_states": _case(lambda: _shard(sync_module_states=False), "sync_module_states", RANK),
     "fewer units": _case(lambda: _shard(units=None), "units", "first", RANK),
-    "other units": _case(lambda: _shard(units=["second"]), "units", "first", "second", RANK),
-    "accumulation": _case(lambda: _shard(accumulation="full"), "accumulation", "full", RANK),
-    "accumulation_dtype": _case(
-        lambda: _shard(mp_policy=PrecisionPolicy(accumulation_dtype=torch.bfloat16)),
-        "accumulation_dtype",
-        "bfloat16",
-        RANK,
-    ),
     "accumulation of one unit": _case(
         lambda: _shard(accumulation=lambda name, _: "full" if name == "first" else "sharded"),
         "accumulation",

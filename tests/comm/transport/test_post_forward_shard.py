@@ -233,18 +233,6 @@ def test_each_unit_may_have_its_own_setting_where_all_ranks_is_true_and_one_is_f
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 
-@on_ranks(world_size=WORLD, shared_memory="auto")
-def test_where_ranks_share_memory_it_has_no_effect(rank: int) -> None:
-    found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
-    assert not different(*found)
-    model = shard(blocks(), reshard_after_forward=2)
-    loss_of(model(batch(rank, 0))).backward()
-    traffic = layerzero.traffic(model)
-    assert traffic.bytes["gather"] == 0 and "regather" not in traffic.calls, traffic
-    report = layerzero.memory(model)
-    assert not report.measured["full_buffer"] and not report.measured["cached_buffer"]
-
-
 # --- end of kept weights ---
 
 
