@@ -70,9 +70,8 @@ def survivors(
     folder: Path, act: Callable[[int], str], *, world_size: int, victim: int, timeout: timedelta = TIMEOUT
 ) -> dict[int, str]:
     """Return the results of `act`, which kills one rank, on the other ranks. The first rank serves the store."""
-    ranks = [
-        forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
-    ]
+    arguments = [(rank, world_size, folder, act, timeout) for rank in range(world_size)]
+    ranks = [forks.Process(target=_live, args=each, daemon=True) for each in arguments]
     for process in ranks:
         process.start()
     files = {rank: folder / f"said.{rank}" for rank in range(world_size) if rank != victim}
