@@ -49,6 +49,7 @@ class ListedParams:
         return chain.from_iterable(self.groups)
 
     def get(self, parameter: object) -> ListedParam | None:
+        """Return the entry of a parameter or a master, or None if it is not in the optimizer."""
         return self._by_id.get(id(parameter))
 
     @property
@@ -62,19 +63,19 @@ class ListedParams:
         Raises:
             ValueError: a parameter is not in the model, or a sharded parameter is already in the optimizer.
         """
-        created: dict[int, ListedParam] = {}
+        created = set[int]()
         entries = []
         for parameter in map(current, parameters):
             entry = self._create(parameter)
-            if entry.member is not None and {id(parameter)} & {*created, *self._by_id}:
+            if entry.member is not None and (id(parameter) in created or id(parameter) in self._by_id):
                 raise ValueError(f"parameter {entry.name!r} appears twice in the optimizer. Remove one of the entries")
-            created[id(parameter)] = entry
+            created.add(id(parameter))
             entries.append(entry)
         return entries
 
     def add_group(self, entries: list[ListedParam]) -> None:
         self.groups.append(entries)
-        self._by_id |= {id(each.parameter): each for each in entries}
+        self._by_id |= {key: each for each in entries for key in (id(each.parameter), id(each.master))}
 
     def require_unedited(self, groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if parameter groups were changed without using the wrapper.

@@ -142,7 +142,7 @@ class ShardedOptimizer(StateDictMethods):
                 group["params"] = group_parameters
             raise
         self.param_groups = inner.param_groups
-        self.state = ParamKeyedState(inner, self._params, lz_state.parameters, self._update_rule, self._new)
+        self.state = ParamKeyedState(inner, self._params, self._update_rule, self._new)
         for group, former, listed in zip(self.param_groups, old_parameters, self._params.groups, strict=True):
             for old, each in zip(former, listed, strict=True):
                 holder = self.state.holder_of(each.parameter)

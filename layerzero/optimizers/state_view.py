@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.managed_param import ParamRegistry
 from layerzero.optimizers.listed_params import ListedParam, ListedParams
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
@@ -51,7 +50,6 @@ class ParamKeyedState(MutableMapping[Any, Any]):
     Args:
         inner: the wrapped optimizer.
         params: parameters of the optimizer.
-        registry: managed parameters of the model.
         update_rule: has the parameters that owners update in full.
         new: state that torch's functions have created, by the id of the parameter; see [Note: torch's get_state_dict].
     """
@@ -60,13 +58,11 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         self,
         inner: torch.optim.Optimizer,
         params: ListedParams,
-        registry: ParamRegistry,
         update_rule: UpdateRule,
         new: Mapping[int, Mapping[str, Any]],
     ) -> None:
         self._inner = inner
         self._params = params
-        self._registry = registry
         self._update_rule = update_rule
         self._new = new
         self._received: Mapping[str, Any] | None = None  # states of owned parameters, until the state changes
@@ -162,20 +158,20 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         """Return the key of the inner optimizer's state: the master of a parameter, or another key itself."""
         if not isinstance(key, Tensor):
             return key
-        if (listed := self._params.get(key)) is not None:
-            return listed.master
-        member = self._registry.managed_param(key)  # a master, as in a state that the inner optimizer assigned
-        if member is None or key is not member.master_param or self._params.get(member.sharded) is None:
+        listed = self._params.get(key)  # by master in a state that the inner optimizer assigned
+        if listed is None:
             raise KeyError(
                 f"the optimizer has no parameter that is this tensor of shape {list(key.shape)}. Use a parameter that "
                 "optimizer.param_groups lists"
             )
-        return key
+        return listed.master
 
     def holder_of(self, key: object) -> Holder:
         """Return the :data:`Holder` of the state under a key."""
         listed = self._params.get(key)
-        return None if listed is None else self._update_rule.owned.get(id(key)) or listed.member
+        if listed is None or listed.parameter is not key:  # state by master has local rows
+            return None
+        return self._update_rule.owned.get(id(key)) or listed.member
 
     def _owned_elsewhere(self) -> Mapping[str, Any]:
         """Return the states of all owned parameters, by name, in public form. Every rank must call this method."""
