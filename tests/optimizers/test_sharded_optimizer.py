@@ -9,7 +9,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from tests.support.models import (
     integer_net,
     train,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -84,37 +83,6 @@ def test_every_element_wise_optimizer_follows_one_process_built_before_or_after_
         ours = full_parameters(before)
         assert not different(full_parameters(after), ours), f"{name}: built before and after shard_model"
         assert_close(ours, dict(net.named_parameters()), name)
-
-
-def four_groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Return groups with two learning rates, and weight decay only for matrices."""
-    fast = [net.first.weight, net.second.bias, net.head.weight, net.shift]
-    slow = [net.first.bias, net.second.weight, net.head.bias]
-    return [
-        {"params": [p for p in parameters if (p.ndim >= 2) == decays], "lr": lr, "weight_decay": 0.5 if decays else 0}
-        for parameters, lr in ((fast, 2**-4), (slow, 2**-6))
-        for decays in (True, False)
-    ]
-
-
-def _four_groups(rank: int) -> set[int]:
-    for build_first in (True, False):
-        net, source = integer_net(), integer_net()
-        theirs = torch.optim.SGD(four_groups(net), lr=1.0, momentum=0.5)
-        early = torch.optim.SGD(four_groups(source), lr=1.0, momentum=0.5)
-        model = layerzero.shard_model(source, zero3_size=2)  # one unit: a shard holds rows of several parameters
-        late = torch.optim.SGD(four_groups(model), lr=1.0, momentum=0.5)
-        optimizer = layerzero.shard_optimizer(early if build_first else late, model)
-        in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
-        assert_same_bits(model, net, f"built first: {build_first}")
-        assert [group["lr"] for group in optimizer.param_groups] == [2**-4, 2**-4, 2**-6, 2**-6]
-    groups = enumerate(optimizer.param_groups)
-    return {index for index, group in groups for parameter in group["params"] if parameter.to_local().numel()}
-
-
-def test_groups_with_different_settings_may_share_a_shard() -> None:
-    groups_on_rank = run_ranks(_four_groups)
-    assert max(len(groups) for groups in groups_on_rank) > 1, groups_on_rank
 
 
 @on_ranks()
