@@ -6,14 +6,14 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
+from layerzero import ShardedOptimizer
 from layerzero.extend import (
     HeldGroup,
     LayerZeroState,
@@ -31,12 +31,22 @@ __all__ = ["PendingSave", "Staging", "finish_pending", "staging_of"]
 
 
 class PendingSave:
-    """Background save of a checkpoint. Returned by :func:`save_async`."""
+    """Background save of a checkpoint. Returned by :func:`save_async`.
 
-    def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
+    Args:
+        optimizers: optimizers whose next step emits a warning if the save has failed.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[], None],
+        what: str = "layerzero.checkpoint.save_async",
+        optimizers: Iterable[ShardedOptimizer] = (),
+    ) -> None:
         self._function_name = what  # name of the function in warnings
         self._error: BaseException | None = None
         self._is_reported = False
+        self._hooks = [optimizer.register_step_pre_hook(self.warn_if_failed) for optimizer in optimizers]
         self._thread = threading.Thread(target=self._write_in_thread, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
@@ -58,7 +68,7 @@ class PendingSave:
 
         If the save failed, the first call raises the error that :func:`save` would have raised.
         """
-        self._thread.join()
+        self._join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -68,8 +78,13 @@ class PendingSave:
 
         Emit a warning if the save failed and neither a warning nor :meth:`wait` has reported the error.
         """
-        self._thread.join()
+        self._join()
         self.warn_if_failed()
+
+    def _join(self) -> None:
+        self._thread.join()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def warn_if_failed(self, *_: object) -> None:
         """Emit one warning if the save has failed and :meth:`wait` has not raised its error."""
@@ -92,14 +107,12 @@ class Staging(StepObserver):
     Attributes:
         group: process group that only background saves use. If None, the next save must create a group.
         pending: save that reads this memory, or None after :meth:`finish`.
-        listeners: optimizer hooks of the pending save.
     """
 
     def __init__(self, mesh_info: MeshInfo) -> None:
         device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
         self.pending: PendingSave | None = None
-        self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
@@ -109,8 +122,6 @@ class Staging(StepObserver):
 
     def finish(self) -> None:
         """Wait for the background save, if any. Emit a warning if the save failed and its error was not raised."""
-        while self.listeners:
-            self.listeners.pop().remove()
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.settle()

@@ -1,9 +1,10 @@
 """Take in-memory snapshots that survive the loss of a node. Each rank's part is stored on two nodes.
 
 [Note: Snapshot format]
-A snapshot has the files of a checkpoint, with the same manifest and checksums. Like a checkpoint, a snapshot can be
-loaded by any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is stored on
-the rank's own node and on its partner's node. If one node is lost, the other nodes together still have all files.
+A snapshot is a folder in the shared memory of each node, which outlives processes. It has the files of a checkpoint,
+with the same manifest and checksums. Like a checkpoint, a snapshot can be loaded by any number of ranks. Each rank's
+file is stored on the rank's own node and on its partner's node. If one node is lost, the other nodes together still
+have all files. The first rank of each node writes the files that all ranks share.
 
 [Note: Completeness of snapshots]
 The manifest is written last, after all ranks have confirmed that their own file and their partner's file are complete
@@ -28,9 +29,9 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,20 @@ from torch import Tensor, nn
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.background import PendingSave
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.contents import CONTENTS, CheckpointContents
-from layerzero.checkpoint.dcp_storage import SavePlanner, TensorTable, chunk_of
+from layerzero.checkpoint.dcp_storage import SavePlanner, chunk_of, tensor_table
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_load_from
-from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
-from layerzero.checkpoint.rank_agreement import agree_or_raise, agreed, check_checkpoint_arguments
+from layerzero.checkpoint.rank_agreement import agreed, check_checkpoint_arguments
 from layerzero.checkpoint.run_folder import Resumed, latest
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_items
 from layerzero.extend import (
     Communicator,
-    LayerZeroState,
     ModelGroups,
     TrafficCounters,
     all_gather_text,
@@ -69,26 +69,13 @@ __all__ = ["Buddies"]
 _LOG = logging.getLogger("layerzero")
 _SHARE = 0.25  # fraction of the time between two snapshots over which a transfer is spread
 _WHAT = "layerzero.checkpoint.Buddies"
-_NAME = re.compile(r"(\d{10}-[0-9a-f]{16})\.\d+")  # folder name of one rank's part of one snapshot
+_TOKEN = re.compile(r"\d{10}-[0-9a-f]{16}")  # folder name of a snapshot; it starts with the number of the snapshot
 CHUNK = 4 << 20  # number of bytes per message
 
 
-@dataclass(frozen=True)
-class SnapshotPart:
-    """Folder that contains one rank's part of one snapshot."""
-
-    folder: Path
-
-    @property
-    def token(self) -> str:
-        """Token of the snapshot. Tokens increase with every snapshot of a run."""
-        return self.folder.name.partition(".")[0]
-
-
-def list_snapshot_parts(folder: Path) -> list[SnapshotPart]:
-    """Return the snapshot parts of all ranks on this node. The list is empty if another rank has removed `folder`."""
-    names = os.listdir(folder) if folder.exists() else []
-    return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
+def list_tokens(folder: Path) -> list[str]:
+    """Return the tokens of the snapshots on this node. The list is empty if another rank has removed `folder`."""
+    return [name for name in (os.listdir(folder) if folder.exists() else []) if _TOKEN.fullmatch(name)]
 
 
 def create_private_folder(folder: Path) -> str:
@@ -107,37 +94,18 @@ def create_private_folder(folder: Path) -> str:
     return f"{boot_id()}/{status.st_dev}/{status.st_ino}"
 
 
-def remove_views(folder: Path, ranks: int) -> None:
-    """Remove view folders that crashed loads left behind, if their ranks no longer exist; see :func:`gather_view`.
-
-    The links in a view folder keep memory in use.
-
-    Args:
-        folder: folder that contains the snapshots of a run.
-        ranks: current number of ranks.
-    """
-    for view in folder.glob("view.*"):
-        if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
-            shutil.rmtree(view, ignore_errors=True)
-
-
-def newest_number(folder: Path) -> int:
-    """Return the number of the newest snapshot, complete or not, or -1 if there is none."""
-    return max((int(part.token[:10]) for part in list_snapshot_parts(folder)), default=-1)
-
-
-def map_file(path: Path, size: int) -> Tensor:
-    """Map an entire file as a uint8 tensor of shape [size]. The tensor must not be written to."""
+def map_file(path: Path, size: int, *, writable: bool = False) -> Tensor:
+    """Map an entire file as a uint8 tensor of shape [size]. The tensor must not be written to unless `writable`."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+    return torch.from_file(os.fspath(path), shared=writable, size=size, dtype=torch.uint8)
 
 
-def allocate_file(path: Path, size: int) -> Tensor:
-    """Create a file and map it as a writable uint8 tensor of shape [size].
+def allocate_file(path: Path, size: int) -> None:
+    """Create a file of `size` bytes and reserve the space for it, so that no later write fails.
 
-    The function reserves the space for the file. If there is too little space, this function raises OSError, so that no
-    later write fails.
+    Raises:
+        OSError: there is too little space.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -145,134 +113,34 @@ def allocate_file(path: Path, size: int) -> Tensor:
             os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-    return map_writable_file(path, size)
 
 
-def map_writable_file(path: Path, size: int) -> Tensor:
-    """Map a file that :func:`allocate_file` created as a writable uint8 tensor of shape [size]."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def list_complete_tokens(comm: Communicator, folder: Path) -> list[str]:
-    """Return the tokens of snapshots that were once complete, newest first. All ranks must call this function.
-
-    The list is the same on all ranks. Files of a snapshot may have been lost after the snapshot was completed.
-    """
-    own_names: dict[str, list[str]] = {}
-    for part in list_snapshot_parts(folder):
-        own_names.setdefault(part.token, []).extend(os.listdir(part.folder))
-    files_by_rank = [json.loads(text) for text in all_gather_text(comm, json.dumps(own_names))]
-    # A manifest proves that all files once existed. The ranks may have lost some of these files since then.
-    return sorted(
-        {token for tokens in files_by_rank for token, names in tokens.items() if MANIFEST in names}, reverse=True
-    )
-
-
-def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> None:
-    """Create a folder from which this rank can read a snapshot. The folder contains links to the files on this node.
-
-    All ranks must call this function.
-
-    Raises:
-        CheckpointError: no rank has an intact manifest, or no rank has ``contents.json``. All ranks raise this error.
-    """
-    failure, text = "", ""
-    try:
-        shutil.rmtree(view, ignore_errors=True)
-        view.mkdir(mode=0o700)
-        for part in list_snapshot_parts(folder):
-            if part.token == token:
-                _link_files(part.folder, view)
-                text = text or _intact_manifest_text(part.folder)
-    except OSError as error:
-        failure = f"rank {comm.rank}: {error}"
-    manifests = all_gather_text(comm, text)
-    text = next((text for text in manifests if text), "")
-    if not text:
-        raise CheckpointError(f"snapshot {token} has no intact manifest")
-    if not failure:
-        try:
-            (view / MANIFEST).write_text(text)
-        except OSError as error:
-            failure = f"rank {comm.rank}: {error}"
-    _raise_if_any_failed(comm, failure)
-    fetch_missing_files(comm, view, Manifest.read(view, parts=True).files, {CONTENTS})
-
-
-def _link_files(source: Path, view: Path) -> None:
-    for name in os.listdir(source):
-        if name.removeprefix(".") != MANIFEST and not (view / name).exists():
-            os.link(source / name, view / name)
-
-
-def _intact_manifest_text(folder: Path) -> str:
-    """Return the text of the manifest in `folder`, or an empty string if the manifest is missing or damaged."""
-    try:
-        Manifest.read(folder, parts=True)
-        return (folder / MANIFEST).read_text()
-    except (CheckpointError, UnicodeDecodeError):
-        return ""
-
-
-def _raise_if_any_failed(comm: Communicator, failure: str) -> None:
-    """Raise CheckpointError on all ranks if `failure` is not empty on any rank."""
-    if failures := [text for text in all_gather_text(comm, failure) if text]:
-        raise CheckpointError("; ".join(failures))
-
-
-def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
-    """Receive the files that this rank needs but that its node lacks. All ranks must call this function.
+def transfer(
+    comm: Communicator, sent: Tensor, to: int | None, received: Tensor, source: int | None, pause: Callable[..., object]
+) -> None:
+    """Send `sent` to the rank `to` and receive `received` from the rank `source`, in chunks.
 
     Args:
-        view: folder into which the files are written; see :func:`gather_view`.
-        records: records of all files of the snapshot, by name.
-        wanted: names of the files that this rank needs.
-
-    Raises:
-        CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
-            error.
+        pause: function that is called after each chunk, with the time at which the chunk began and the number of
+            chunks.
     """
-    own_names = {name for name, record in records.items() if _file_size(view / name) == record.size}
-    message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
-    rank_entries = [json.loads(text) for text in all_gather_text(comm, message)]
-    holders = {name: [rank for rank, (names, _) in enumerate(rank_entries) if name in names] for name in records}
-    if unavailable := sorted(
-        {f"no rank has {name}" for _, needed_names in rank_entries for name in needed_names if not holders[name]}
-    ):
-        raise CheckpointError("; ".join(unavailable))
-    if not any(needed_names for _, needed_names in rank_entries):
-        return
-    _raise_if_any_failed(comm, _allocate_files(comm, view, {name: records[name].size for name in wanted - own_names}))
-    num_transfers: Counter[int] = Counter()
-    for rank, (_, needed_names) in enumerate(rank_entries):
-        for name in needed_names:
-            holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
-            num_transfers[holder] += 1
-            if comm.rank == holder:
-                transfer(comm, map_file(view / name, records[name].size), to=rank)
-            elif comm.rank == rank:
-                transfer(comm, map_writable_file(view / name, records[name].size), source=holder)
+    count = -(-max(sent.numel(), received.numel()) // CHUNK)
+    for index in range(count):
+        began, chunk = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
+        send_recv(comm, sent=sent[chunk], to=to, received=received[chunk], source=source, name="a snapshot").wait()
+        pause(began, count)
 
 
-def _allocate_files(comm: Communicator, folder: Path, sizes: Mapping[str, int]) -> str:
-    """Create files of these sizes, by name; return a description of the failure, or an empty string."""
+@contextmanager
+def raising_on_all_ranks(comm: Communicator) -> Iterator[None]:
+    """Run the body on all ranks. If its files cannot be read or written on any rank, raise CheckpointError on all."""
+    failure = ""
     try:
-        for name, size in sizes.items():
-            (folder / name).unlink(missing_ok=True)
-            allocate_file(folder / name, size)
-    except OSError as error:
-        return f"rank {comm.rank}: {error}"
-    return ""
-
-
-def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
-    """Send `data` to the rank `to`, or receive `data` from the rank `source`, in chunks."""
-    empty = data[:0]
-    for chunk in torch.split(data, CHUNK):
-        outgoing, incoming = (empty, chunk) if to is None else (chunk, empty)
-        send_recv(comm, sent=outgoing, to=to, received=incoming, source=source, name="a snapshot").wait()
+        yield
+    except (CheckpointError, OSError) as error:
+        failure = f"rank {comm.rank}: {error}"
+    if failures := [text for text in all_gather_text(comm, failure) if text]:
+        raise CheckpointError("; ".join(failures))
 
 
 def _file_size(path: Path) -> int:
@@ -283,19 +151,18 @@ def _file_size(path: Path) -> int:
 
 
 class SnapshotSource(CheckpointFiles):
-    """Source of tensors that reads a snapshot. Missing files are fetched from other ranks.
+    """Source of tensors that reads a snapshot. Missing files are fetched from other nodes.
 
     Args:
-        view: folder that :func:`gather_view` created.
+        fetch: function that fetches the files with the passed names. All ranks must call this function.
     """
 
-    def __init__(self, comm: Communicator, view: Path) -> None:
-        manifest = Manifest.read(view, parts=True)
+    def __init__(self, manifest: Manifest, fetch: Callable[[Set[str]], None]) -> None:
         super().__init__(manifest)
-        self._comm, self._view, self._records = comm, view, manifest.files
+        self._fetch = fetch
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        fetch_missing_files(self._comm, self._view, self._records, self.files_of(tensors))
+        self._fetch(self.files_of(tensors))
         super().read(tensors, in_place)
 
 
@@ -347,21 +214,23 @@ class Buddies:
             check_checkpoint_arguments(lz_state, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
-            node = json.dumps([create_private_folder(self.folder), newest_number(self.folder)])
+            node = create_private_folder(self.folder)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
         group = lz_state.ranks.new_control_group(self._groups)
         self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
-        node_entries = [json.loads(message) for message in all_gather_text(self._comm, node)]
-        self._number = max(number for _, number in node_entries)  # number of the last snapshot that was started
-        self._receiver, self._sender = _partners([node_id for node_id, _ in node_entries], self._comm.rank)
-        if self._receiver is None and self._comm.rank == 0:
+        newest = max((int(token[:10]) for token in list_tokens(self.folder)), default=-1)
+        entries = [json.loads(text) for text in all_gather_text(self._comm, json.dumps([node, newest]))]
+        self._nodes = [node_id for node_id, _ in entries]  # by rank
+        self._number = max(number for _, number in entries)  # number of the last snapshot that was started
+        self._is_first_on_node = self._nodes.index(node) == self._comm.rank
+        self._receiver, self._sender = _partners(self._nodes, self._comm.rank)
+        if len(set(self._nodes)) == 1 and self._comm.rank == 0:
             _LOG.warning(
                 "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
                 _WHAT,
             )
         self._pending: PendingSave | None = None
-        self._hooks: list[Any] = []
         self._newest = ""  # token of the last snapshot that this rank has completed or loaded
         self._began = self._period = 0.0
         self._is_awaited = threading.Event()  # set while a caller waits for the in-flight transfer
@@ -392,36 +261,39 @@ class Buddies:
         entries = [json.loads(message) for message in all_gather_text(self._comm, message)]
         token = entries[0][0]
         self._number = int(token[:10])
-        self._remove_all_but({token, *(newest for _, newest in entries)})
-        own_part = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
-        job: _SnapshotJob | None = None
-        failure: Exception | None = None
+        for old in set(list_tokens(self.folder)) - {token, *(newest for _, newest in entries)}:
+            shutil.rmtree(self.folder / old, ignore_errors=True)
+        folder = self.folder / token
         try:
-            job = self._write(own_part, state)
-        except OSError as error:
-            failure = error
-        sizes = all_gather_text(self._comm, "" if job is None else json.dumps([job.record.name, job.record.size]))
-        try:
-            if failure is None and self._sender is not None and sizes[self._sender]:
-                name, size = json.loads(sizes[self._sender])
-                allocate_file(own_part.folder / name, size)
-        except OSError as error:
-            failure = error
-        if failure is not None:
-            shutil.rmtree(own_part.folder, ignore_errors=True)
-            free = shutil.disk_usage(self.folder).free
-            failure = CheckpointError(
-                f"the snapshot could not be stored: {failure}. {self.folder.parent} has {free:,} bytes of free space"
-            )
-        agree_or_raise(f"{_WHAT}.snapshot", lz_state, {}, failure)
-        assert job is not None
+            with self._storing():
+                folder.mkdir(mode=0o700, exist_ok=True)
+                record, chunks = self._write(folder, state)
+            texts = all_gather_text(self._comm, json.dumps([record.name, record.size]))
+            with self._storing():
+                if self._sender is not None:
+                    name, size = json.loads(texts[self._sender])
+                    allocate_file(folder / name, size)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._is_awaited.clear()
-        self._pending = PendingSave(partial(self._exchange_and_publish, job), f"{_WHAT}.snapshot")
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in lz_state.optimizers
-        ]
+        first = state.document if self._comm.rank == 0 else None
+        write = partial(self._exchange_and_publish, folder, record, [asdict(record), chunks, state.own, first])
+        self._pending = PendingSave(write, f"{_WHAT}.snapshot", lz_state.optimizers)
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Run the body on all ranks. If a rank has too little memory, raise an error on all ranks."""
+        with agreed(f"{_WHAT}.snapshot", self._lz_state):
+            try:
+                yield
+            except OSError as error:
+                free = shutil.disk_usage(self.folder).free
+                raise CheckpointError(
+                    f"the snapshot could not be stored: {error}. {self.folder.parent} has {free:,} bytes of free space"
+                ) from error
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all nodes. If the snapshot failed, raise its error."""
@@ -443,83 +315,73 @@ class Buddies:
     def _finish(self) -> None:
         self._is_awaited.set()
         pending, self._pending = self._pending, None
-        while self._hooks:
-            self._hooks.pop().remove()
         if pending is not None:
             pending.settle()
 
-    def _remove_all_but(self, tokens: Container[str]) -> None:
-        for snapshot_part in list_snapshot_parts(self.folder):
-            if snapshot_part.token not in tokens:
-                shutil.rmtree(snapshot_part.folder, ignore_errors=True)
-
-    def _write(self, own_part: SnapshotPart, state: CollectedState) -> _SnapshotJob:
-        own_part.folder.mkdir(mode=0o700)
+    def _write(self, folder: Path, state: CollectedState) -> tuple[FileRecord, list[list[Any]]]:
+        """Write this rank's file. Return its record and the chunks in it, as JSON."""
         planner = SavePlanner()
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
-        record = write_items(own_part.folder, self._comm.rank, items, planner)
         chunks = [
             [key, str(dtype).removeprefix("torch."), list(shape), list(offsets), list(sizes)]
             for key, dtype, shape, offsets, sizes in map(chunk_of, items)
         ]
-        return _SnapshotJob(own_part, record, chunks, state)
+        return write_items(folder, self._comm.rank, items, planner), chunks
 
-    def _exchange_and_publish(self, job: _SnapshotJob) -> None:
-        """Exchange files with the partners and publish the snapshot. This method runs in a background thread."""
-        comm, folder = self._comm, job.here.folder
+    def _exchange_and_publish(self, folder: Path, record: FileRecord, message: list[Any]) -> None:
+        """Exchange files with the partners and publish the snapshot. This method runs in a background thread.
+
+        Args:
+            message: record and chunks of this rank's file, its own values, and the document on the first rank.
+        """
+        comm, is_first = self._comm, self._is_first_on_node
         try:
-            first = job.state.document if comm.rank == 0 else None
-            message = [asdict(job.record), job.chunks, job.state.own, first]
             rank_entries = [json.loads(text) for text in all_gather_text(comm, json.dumps(message))]
-            records = [FileRecord(**record) for record, *_ in rank_entries]
-            failure = ""
-            try:
-                self._swap_files(folder, job.record, None if self._sender is None else records[self._sender])
-                table = TensorTable()
-                for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):
-                    for key, dtype, *geometry in chunks:
-                        table.add(record.name, key, dtype_named(dtype), *geometry)
-                contents = CheckpointContents(
-                    topology_entry(self._lz_state), _merged_document(rank_entries), table.tensors
-                )
-                written = contents.write(folder)
-                text = _manifest_text(folder, [*records, written], job.here.token)
-                write_file(folder / f".{MANIFEST}", [text])
-                for file in folder.iterdir():
-                    file.chmod(0o600)
-            except (CheckpointError, OSError) as error:
-                failure = f"rank {comm.rank}: {error}"
-            if failures := [text for text in all_gather_text(comm, failure) if text]:
-                raise CheckpointError("; ".join(failures))
-            os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
+            records = [FileRecord(**entry) for entry, *_ in rank_entries]
+            with raising_on_all_ranks(comm):
+                self._swap_files(folder, record, None if self._sender is None else records[self._sender])
+                if is_first:
+                    self._write_shared_files(folder, records, rank_entries)
+            if is_first:
+                os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
             raise RankLostError(f"a rank has exited or is late: {error}") from error
-        self._newest = job.here.token
+        self._newest = folder.name
 
-    def _swap_files(self, folder: Path, own_record: FileRecord, partner_record: FileRecord | None) -> None:
-        """Send this rank's file, and receive and verify another rank's file.
-
-        The files are sent in chunks, with pauses between the chunks.
-        """
-        if partner_record is None:
-            return
-        outgoing, count = (
-            map_file(folder / own_record.name, own_record.size),
-            -(-max(own_record.size, partner_record.size) // CHUNK),
+    def _write_shared_files(self, folder: Path, records: list[FileRecord], rank_entries: list[list[Any]]) -> None:
+        """Write the table of tensors, all other values and, under a hidden name, the manifest."""
+        tensors, _ = tensor_table(
+            (record.name, [(key, dtype_named(dtype), *geometry) for key, dtype, *geometry in chunks])
+            for record, (_, chunks, *_) in zip(records, rank_entries, strict=True)
         )
-        incoming = map_writable_file(folder / partner_record.name, partner_record.size)
-        for index in range(count):
-            began, chunk_slice = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
-            partners = {"to": self._receiver, "source": self._sender}
-            send_recv(
-                self._comm, sent=outgoing[chunk_slice], received=incoming[chunk_slice], **partners, name="a snapshot"
-            ).wait()
+        document = merge_ranks(rank_entries[0][3], [own for _, _, own, _ in rank_entries])
+        contents = CheckpointContents(topology_entry(self._lz_state), document, tensors)
+        files = {each.name: each for each in [*records, contents.write(folder)]}
+        token = folder.name
+        manifest = Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True)
+        write_file(folder / f".{MANIFEST}", [manifest.text])
+
+    def _swap_files(self, folder: Path, own: FileRecord, partner: FileRecord | None) -> None:
+        """Send this rank's file, and receive and verify another rank's file, with pauses between the chunks.
+
+        Args:
+            partner: record of the other rank's file; None if this rank receives no file.
+        """
+
+        def pause(began: float, count: int) -> None:
             self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
-        sums = FileSums(partner_record.size, partner_record.sums, ChecksumScheme.best())
-        read_pieces(folder / partner_record.name, sums, [ByteRange(0, partner_record.size, None)])
+
+        outgoing = incoming = torch.empty(0, dtype=torch.uint8)
+        if self._receiver is not None:
+            outgoing = map_file(folder / own.name, own.size)
+        if partner is not None:
+            incoming = map_file(folder / partner.name, partner.size, writable=True)
+        transfer(self._comm, outgoing, self._receiver, incoming, self._sender, pause)
+        if partner is not None:
+            read_pieces(folder / partner.name, [ByteRange(0, partner.size, None)], partner, ChecksumScheme.best())
 
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
         """Load the last complete snapshot into the model and the optimizer; return None if no snapshot can be loaded.
@@ -537,22 +399,13 @@ class Buddies:
             ValueError: names, shapes or dtypes do not match.
         """
         self._finish()
-        view = self.folder / f"view.{self._comm.rank}"
-        remove_views(self.folder, self._comm.size)
         saved = self._last_save_time(newer_than)
-
-        def open_snapshot(lz_state: LayerZeroState) -> SnapshotSource:
-            return SnapshotSource(self._comm, view)
-
-        for token in list_complete_tokens(self._comm, self.folder):
+        for token in self._complete_tokens():
             if int(token[:10]) <= saved:
                 break
+            created: list[Path] = []
             try:
-                gather_view(self._comm, self.folder, token, view)
-                description = f"snapshot {token} in {self.folder}"
-                extra = prepare_load_from(
-                    open_snapshot, description, self._model, self._optimizer, strict=strict
-                ).commit()
+                extra = self._load(token, created, strict=strict)
             except (RankLostError, UnsupportedFormatError):
                 raise
             except CheckpointError as error:
@@ -560,10 +413,85 @@ class Buddies:
                     _LOG.warning("%s.load: %s", _WHAT, error)
                 continue
             finally:
-                shutil.rmtree(view, ignore_errors=True)
+                for path in created:
+                    path.unlink(missing_ok=True)
             self._newest = token
             return Resumed(self.folder, extra, ())
         return None
+
+    def _load(self, token: str, created: list[Path], *, strict: bool) -> Any:
+        """Load a snapshot and return ``extra``. All ranks must call this method.
+
+        Args:
+            created: the method appends the paths of files that this node lacked, which the caller removes.
+        """
+        folder, text = self.folder / token, ""
+        with suppress(CheckpointError, OSError, UnicodeDecodeError):  # the manifest is missing or damaged
+            Manifest.read(folder, parts=True)
+            text = (folder / MANIFEST).read_text()
+        intact = next(filter(None, all_gather_text(self._comm, text)), "")
+        if not intact:
+            raise CheckpointError(f"snapshot {token} has no intact manifest")
+        with raising_on_all_ranks(self._comm):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if not text and self._is_first_on_node:
+                created.append(folder / MANIFEST)
+                (folder / MANIFEST).write_text(intact)
+        manifest = Manifest.read(folder, parts=True)
+        fetch = partial(self._fetch, manifest, created)
+        fetch({CONTENTS})
+        description = f"snapshot {token} in {self.folder}"
+        return prepare_load_from(
+            lambda _: SnapshotSource(manifest, fetch), description, self._model, self._optimizer, strict=strict
+        ).commit()
+
+    def _complete_tokens(self) -> list[str]:
+        """Return the tokens of snapshots that were once complete, newest first. The list is the same on all ranks.
+
+        A manifest proves that all files once existed. Some of these files may have been lost since then.
+        """
+        own = [token for token in list_tokens(self.folder) if (self.folder / token / MANIFEST).exists()]
+        tokens = {token for text in all_gather_text(self._comm, json.dumps(own)) for token in json.loads(text)}
+        return sorted(tokens, reverse=True)
+
+    def _fetch(self, manifest: Manifest, created: list[Path], wanted: Set[str]) -> None:
+        """Receive the files that this node lacks. All ranks must call this method.
+
+        Args:
+            created: the method appends the paths of the files that this rank has received.
+            wanted: names of the files that this rank needs.
+
+        Raises:
+            CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
+                error.
+        """
+        comm, folder, records = self._comm, manifest.folder, manifest.files
+        own_names = {name for name, record in records.items() if _file_size(folder / name) == record.size}
+        message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
+        rank_entries = [json.loads(text) for text in all_gather_text(comm, message)]
+        holders = {name: [rank for rank, (names, _) in enumerate(rank_entries) if name in names] for name in records}
+        receivers: dict[tuple[str, str], int] = {}  # by node and file
+        for rank, (_, needed_names) in enumerate(rank_entries):
+            for name in needed_names:
+                receivers.setdefault((self._nodes[rank], name), rank)
+        if unavailable := sorted({f"no rank has {name}" for _, name in receivers if not holders[name]}):
+            raise CheckpointError("; ".join(unavailable))
+        with raising_on_all_ranks(comm):
+            for name in [name for (_, name), rank in receivers.items() if rank == comm.rank]:
+                created += [folder / f".{name}", folder / name]
+                allocate_file(folder / f".{name}", records[name].size)
+        num_transfers: Counter[int] = Counter()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for (_, name), rank in receivers.items():
+            holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
+            num_transfers[holder] += 1
+            if comm.rank == holder:
+                transfer(comm, map_file(folder / name, records[name].size), rank, nothing, None, _do_not_pause)
+            elif comm.rank == rank:
+                received = map_file(folder / f".{name}", records[name].size, writable=True)
+                transfer(comm, nothing, None, received, holder, _do_not_pause)
+                os.rename(folder / f".{name}", folder / name)
+        all_gather_text(comm, "")  # barrier: other ranks of this node read the files that this rank has received
 
     def _last_save_time(self, folder: str | os.PathLike[str] | None) -> int:
         """Return when the save of the last complete checkpoint in `folder` started, in seconds; -1 if there is none.
@@ -578,26 +506,14 @@ class Buddies:
         return int(all_gather_text(self._comm, str(saved))[0])
 
 
-@dataclass(frozen=True)
-class _SnapshotJob:
-    """Snapshot that is written on this rank but not published yet.
-
-    Attributes:
-        here: folder of this rank's part.
-        record: record of this rank's file.
-        chunks: (key, dtype, full shape, offsets, sizes) of each tensor in this rank's file.
-    """
-
-    here: SnapshotPart
-    record: FileRecord
-    chunks: list[list[Any]]
-    state: CollectedState
+def _do_not_pause(began: float, count: int) -> None:
+    """Continue with the next chunk."""
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     """Return the rank that this rank sends its part to, and the rank that it receives from.
 
-    On a single node, both values are None.
+    A value is None if that rank is on the same node, as on a single node.
 
     The ranks are sorted by node. The partner is n positions away in this order, where n is the number of ranks on the
     largest node. Therefore the partner is on another node, unless the largest node has more than half of the ranks.
@@ -606,17 +522,6 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
         nodes: identifier of each rank's node.
     """
     order = sorted(range(len(nodes)), key=lambda index: (nodes.index(nodes[index]), index))
-    if len(set(nodes)) == 1:
-        return None, None
     position, max_ranks_per_node = order.index(rank), max(map(nodes.count, nodes))
-    return order[(position + max_ranks_per_node) % len(order)], order[(position - max_ranks_per_node) % len(order)]
-
-
-def _manifest_text(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
-    files = {record.name: record for record in records}
-    return Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True).text
-
-
-def _merged_document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = merge_ranks(rank_entries[0][3], [own_values for _, _, own_values, _ in rank_entries])
-    return document
+    to, source = (order[(position + shift) % len(order)] for shift in (max_ranks_per_node, -max_ranks_per_node))
+    return to if nodes[to] != nodes[rank] else None, source if nodes[source] != nodes[rank] else None

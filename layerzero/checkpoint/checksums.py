@@ -25,7 +25,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.errors import CheckpointError
 
-__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "FileSums", "checksums_of", "read_pieces"]
+__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "FileRecord", "read_pieces"]
 
 CHUNK = 8 << 20  # size of a chunk in bytes; the checksums of a terabyte of files take 4 MB
 _STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
@@ -109,13 +109,6 @@ class ChunkHasher:
         return "".join([*self._done, *last])
 
 
-def checksums_of(text: bytes, scheme: ChecksumScheme) -> str:
-    """Return the checksums of a file with the contents `text`."""
-    hasher = ChunkHasher(scheme)
-    hasher.update(text)
-    return hasher.hexdigest()
-
-
 @dataclass(frozen=True)
 class ByteRange:
     """A byte range to be read from a file.
@@ -131,20 +124,22 @@ class ByteRange:
 
 
 @dataclass(frozen=True)
-class FileSums:
-    """Checksums of all chunks of a file of `size` bytes, concatenated."""
+class FileRecord:
+    """Name, size and checksums that one file of a checkpoint had when it was saved."""
 
-    size: int
-    sums: str
-    scheme: ChecksumScheme
+    name: str
+    size: int  # bytes
+    sums: str  # concatenated hexadecimal checksums of all chunks of the file
 
 
-def read_pieces(path: Path, sums: FileSums | None, pieces: Sequence[ByteRange]) -> None:
+def read_pieces(
+    path: Path, pieces: Sequence[ByteRange], record: FileRecord | None = None, scheme: ChecksumScheme | None = None
+) -> None:
     """Read byte ranges of a file and verify the checksums of all chunks that overlap these ranges.
 
     Args:
-        sums: checksums of the file. If None, nothing is verified.
         pieces: byte ranges in file order. The ranges do not overlap.
+        record, scheme: size and checksums of the file, and their scheme. If None, nothing is verified.
 
     Raises:
         CheckpointError: the file is damaged or cannot be read. The contents of the destinations are then undefined.
@@ -154,7 +149,7 @@ def read_pieces(path: Path, sums: FileSums | None, pieces: Sequence[ByteRange]) 
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        chunk_reads = list(_chunk_reads(sums, pieces))
+        chunk_reads = list(_chunk_reads(pieces, record, scheme))
         with ThreadPoolExecutor(max(1, min(_THREADS, len(chunk_reads)))) as pool:
             futures = [pool.submit(_read_chunk, descriptor, chunk_read) for chunk_read in chunk_reads]
             try:
@@ -181,17 +176,21 @@ class _ChunkRead:
 
     Attributes:
         pieces: byte ranges inside the chunk, in order. Bytes between the ranges are only hashed.
-        sums: checksums of the file; None if the chunk is not verified.
+        scheme: scheme of the checksum; None if the chunk is not verified.
+        checksum: hexadecimal checksum of the chunk.
     """
 
     start: int
     stop: int
     pieces: Sequence[ByteRange]
-    sums: FileSums | None
+    scheme: ChecksumScheme | None = None
+    checksum: str = ""
 
 
-def _chunk_reads(sums: FileSums | None, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
-    chunk = CHUNK if sums is None else sums.scheme.chunk
+def _chunk_reads(
+    pieces: Sequence[ByteRange], record: FileRecord | None, scheme: ChecksumScheme | None
+) -> Iterator[_ChunkRead]:
+    chunk = CHUNK if scheme is None else scheme.chunk
     chunk_pieces: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
@@ -199,26 +198,28 @@ def _chunk_reads(sums: FileSums | None, pieces: Sequence[ByteRange]) -> Iterator
             target = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
             chunk_pieces.setdefault(index, []).append(ByteRange(start, stop, target))
     for index, in_chunk in chunk_pieces.items():
-        stop = (index + 1) * chunk if sums is None else min(sums.size, (index + 1) * chunk)
-        yield _ChunkRead(index * chunk, stop, in_chunk, sums)
+        start, stop = index * chunk, (index + 1) * chunk
+        if record is None or scheme is None:
+            yield _ChunkRead(start, stop, in_chunk)
+        else:
+            yield _ChunkRead(start, min(record.size, stop), in_chunk, scheme, scheme.of_chunk(record.sums, index))
 
 
 def _read_chunk(descriptor: int, chunk_read: _ChunkRead) -> None:
-    sums, position = chunk_read.sums, chunk_read.start
-    hasher = None if sums is None else sums.scheme.hasher()
+    scheme, position = chunk_read.scheme, chunk_read.start
+    hasher = None if scheme is None else scheme.hasher()
     scratch = bytearray(min(_STEP, chunk_read.stop - chunk_read.start))
     for piece in chunk_read.pieces:
         if hasher is not None:
             _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
         _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         position = piece.stop
-    if sums is None or hasher is None:
+    if scheme is None:
         return
     _read_and_hash(descriptor, position, chunk_read.stop, None, scratch, hasher)
-    if hasher.hexdigest() != sums.scheme.of_chunk(sums.sums, chunk_read.start // sums.scheme.chunk):
+    if hasher.hexdigest() != chunk_read.checksum:
         raise _Damage(
-            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {sums.scheme.algorithm} "
-            "checksum"
+            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {scheme.algorithm} checksum"
         )
 
 

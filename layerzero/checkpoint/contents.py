@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layerzero.checkpoint.checksums import FileRecord
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype_named
-from layerzero.checkpoint.manifest import FileRecord, Manifest
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import write_file
 
 __all__ = ["CONTENTS", "CheckpointContents", "check_chunks", "num_saving_ranks"]
@@ -45,11 +46,7 @@ class CheckpointContents:
     def read(cls, manifest: Manifest) -> CheckpointContents:
         """Read and check ``contents.json``. Raises CheckpointError if the file is missing or invalid."""
         path = manifest.path_of(CONTENTS)
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        manifest.verify_text(CONTENTS, text)
+        text = manifest.read_bytes(CONTENTS)
         try:
             content = json.loads(text)
             tensors = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ __all__ = [
     "SafetensorsReader",
     "SafetensorsWriter",
     "SavePlanner",
-    "TensorTable",
     "chunk_of",
+    "tensor_table",
 ]
 
 
@@ -59,43 +59,44 @@ class SavePlanner(DefaultSavePlanner):
         return all_plans, self.metadata
 
 
-class TensorTable:
-    """Table of stored tensors that is built from the chunks that each rank writes.
-
-    A chunk that several ranks would write belongs to the first of these ranks.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
-
-    def add(
-        self,
-        file: str,
-        key: str,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-    ) -> bool:
-        """Add a chunk of the tensor `key`. Return False if an earlier file has this chunk."""
-        _, _, chunks = self._entries.setdefault(key, (dtype, tuple(shape), {}))
-        position = tuple(offsets)
-        first_file: str = chunks.setdefault(position, (file, position, tuple(sizes)))[0]
-        return first_file == file
-
-    @property
-    def tensors(self) -> dict[str, StoredTensor]:
-        return {
-            key: StoredTensor(shape, dtype, tuple(chunks.values()))
-            for key, (dtype, shape, chunks) in self._entries.items()
-        }
+Chunk = tuple[str, torch.dtype, Sequence[int], Sequence[int], Sequence[int]]  # key, dtype, full shape, offsets, sizes
 
 
-def chunk_of(item: WriteItem) -> tuple[str, torch.dtype, Sequence[int], Sequence[int], Sequence[int]]:
-    """Return the arguments of :meth:`TensorTable.add` that describe an item of a save plan."""
+def chunk_of(item: WriteItem) -> Chunk:
+    """Return the chunk that an item of a save plan writes."""
     assert item.tensor_data is not None
     data = item.tensor_data
     return item.index.fqn, data.properties.dtype, data.size, data.chunk.offsets, data.chunk.sizes
+
+
+def tensor_table(
+    chunks_of_files: Iterable[tuple[str, Iterable[Chunk]]],
+) -> tuple[dict[str, StoredTensor], list[list[int]]]:
+    """Build and check the table of stored tensors. A chunk that several files have belongs to the first of them.
+
+    Args:
+        chunks_of_files: name and chunks of each file.
+
+    Returns:
+        The table, by key, and for each file the indices of the chunks that belong to it.
+
+    Raises:
+        ValueError: the chunks of a tensor do not cover it exactly.
+    """
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
+    kept: list[list[int]] = []
+    for file, chunks in chunks_of_files:
+        kept.append([])
+        for index, (key, dtype, shape, offsets, sizes) in enumerate(chunks):
+            _, _, pieces = entries.setdefault(key, (dtype, tuple(shape), {}))
+            piece = file, tuple(offsets), tuple(sizes)
+            if pieces.setdefault(piece[1], piece) is piece:
+                kept[-1].append(index)
+    tensors = {
+        key: StoredTensor(shape, dtype, tuple(pieces.values())) for key, (dtype, shape, pieces) in entries.items()
+    }
+    check_chunks(tensors)
+    return tensors, kept
 
 
 class SafetensorsWriter(StorageWriter):
@@ -154,22 +155,16 @@ class SafetensorsWriter(StorageWriter):
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
         self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])
         self._finite = all(finite for _, finite in rank_entries)
-        plans = self._plan_table(plans)
+        self._tensors, kept = tensor_table(
+            (rank_file(rank), map(chunk_of, plan.items)) for rank, plan in enumerate(plans)
+        )
         make_folder(self._path.parent)
         self._token = new_token()
         self._partial.mkdir()
-        return [replace(plan, storage_data=self._token) for plan in plans]
-
-    def _plan_table(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Build and check the table of tensors. Return the plans without the chunks that an earlier rank writes."""
-        table, unique_plans = TensorTable(), []
-        for rank, plan in enumerate(plans):
-            file = rank_file(rank)
-            items = [item for item in plan.items if table.add(file, *chunk_of(item))]
-            unique_plans.append(plan if len(items) == len(plan.items) else replace(plan, items=items))
-        self._tensors = table.tensors
-        check_chunks(self._tensors)
-        return unique_plans
+        return [
+            replace(plan, items=[plan.items[index] for index in indices], storage_data=self._token)
+            for plan, indices in zip(plans, kept, strict=True)
+        ]
 
     @property
     def _partial(self) -> Path:

@@ -16,24 +16,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileSums, checksums_of, read_pieces
+import torch
+
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.errors import CheckpointError, UnsupportedFormatError
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "manifest_text"]
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "Manifest", "manifest_text"]
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 2
 _LAST_READERS = {1: "f359e383"}  # last commit that reads an earlier version
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Name, size and checksums that one file of a checkpoint had when it was saved."""
-
-    name: str
-    size: int  # bytes
-    sums: str  # concatenated hexadecimal checksums of all chunks of the file
 
 
 @dataclass(frozen=True)
@@ -149,8 +142,7 @@ class Manifest:
         Raises:
             CheckpointError: the file is damaged; the message names the file.
         """
-        path, record = self.path_of(name), self.files[name]
-        read_pieces(path, FileSums(record.size, record.sums, self.scheme), pieces)
+        read_pieces(self.path_of(name), pieces, self.files[name], self.scheme)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Verify every byte of the named files, or of all files if `names` is None.
@@ -160,10 +152,12 @@ class Manifest:
         for name in self.files if names is None else names:
             self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
-    def verify_text(self, name: str, text: bytes) -> None:
-        """Raise CheckpointError unless `text`, the contents of the file `name`, has the recorded checksums."""
-        if checksums_of(text, self.scheme) != self.files[name].sums:
-            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum differs from the recorded one")
+    def read_bytes(self, name: str) -> bytes:
+        """Return the verified contents of the file `name`. Raises CheckpointError if the file is damaged."""
+        self.path_of(name)
+        buffer = torch.empty(self.files[name].size, dtype=torch.uint8)
+        self.read_pieces(name, [ByteRange(0, len(buffer), buffer)])
+        return buffer.numpy().tobytes()
 
 
 def manifest_text(known: Mapping[str, Any]) -> bytes:

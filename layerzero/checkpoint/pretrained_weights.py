@@ -148,7 +148,7 @@ class FullFiles(TensorFiles):
         return Path(file)
 
     def read_ranges(self, file: str, ranges: Sequence[ByteRange]) -> None:
-        read_pieces(Path(file), None, [each for each in ranges if each.into is not None])
+        read_pieces(Path(file), [each for each in ranges if each.into is not None])
 
     def name_in_file(self, key: str) -> str:
         return self._names[key]

@@ -36,9 +36,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, FileSums, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, FileRecord, read_pieces
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError
-from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
 
 __all__ = [
     "contiguous_on_cpu",
@@ -99,8 +99,7 @@ def read_back(folder: Path, record: FileRecord) -> None:
         if hasattr(os, "posix_fadvise"):  # cached pages would hide a disk error
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        sums = FileSums(record.size, record.sums, ChecksumScheme.best())
-        read_pieces(path, sums, [ByteRange(0, record.size, None)])
+        read_pieces(path, [ByteRange(0, record.size, None)], record, ChecksumScheme.best())
     except CheckpointError as error:
         raise CheckpointError(
             f"a file of the new checkpoint differs from the data that was written: {error}. Check the disk"

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.checksums import ByteRange
+from layerzero.checkpoint.checksums import ByteRange, FileRecord
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import DTYPES, StoredTensor
-from layerzero.checkpoint.manifest import FileRecord, Manifest
+from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes, write_file
 from layerzero.extend import LocalShard, local_rows
 
@@ -255,14 +255,12 @@ class TensorFiles:
         """Yield the parts of a region that are in different files."""
         key, box, target = region
         stored = self.contents.tensors[key]
-        is_direct = target.dtype == stored.dtype and target.is_contiguous()
         if not target.numel():  # for instance a sharded scalar on ranks that do not hold it
             return
         if not box:
             file, _, sizes = stored.chunks[0]
-            yield _direct_or_copied(file, key, sizes, 0, target, stored, is_direct=is_direct)
+            yield _part(file, key, sizes, 0, target, torch.empty(target.shape, dtype=stored.dtype, device="meta"), ())
             return
-        first = box[0].start
         for file, offsets, sizes in stored.chunks:
             ranges = zip(box, offsets, sizes, strict=True)
             overlaps = [(max(wanted.start, at), min(wanted.stop, at + size)) for wanted, at, size in ranges]
@@ -270,14 +268,9 @@ class TensorFiles:
                 continue
             start, stop = overlaps[0]
             offset = (start - offsets[0]) * stored.dtype.itemsize * math.prod(sizes[1:])
-            if same_columns(box, offsets, sizes):
-                rows = target[start - first : stop - first]
-                yield _direct_or_copied(file, key, sizes, offset, rows, stored, is_direct=is_direct)
-                continue
-            stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
-            source = _columns(stored_rows, overlaps[1:], offsets[1:])
-            part = _columns(target[start - first : stop - first], overlaps[1:], [each.start for each in box[1:]])
-            yield _Part(file, key, sizes, offset, _byte_view(stored_rows), partial(part.copy_, source))
+            stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype, device="meta")
+            part = target[_relative(overlaps, [each.start for each in box])]
+            yield _part(file, key, sizes, offset, part, stored_rows, _relative(overlaps, (start, *offsets[1:])))
 
 
 class CheckpointFiles(TensorFiles):
@@ -314,35 +307,31 @@ class _Part(NamedTuple):
     finish: Callable[[], object] = lambda: None
 
 
-def _direct_or_copied(
+def _part(
     file: str,
     key: str,
     sizes: tuple[int, ...],
     offset: int,
     target: Tensor,
-    stored: StoredTensor,
-    *,
-    is_direct: bool,
+    stored_rows: Tensor,
+    wanted: tuple[slice, ...],
 ) -> _Part:
-    """Return a part whose bytes are read into `target`, or are copied to it if the dtype or the memory differs."""
-    if is_direct:
-        return _Part(file, key, sizes, offset, _byte_view(target))
-    values = torch.empty(target.shape, dtype=stored.dtype)
-    return _Part(file, key, sizes, offset, _byte_view(values), partial(target.copy_, values))
-
-
-def _columns(rows: Tensor, column_ranges: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
-    """Return a view of some columns of `rows`.
+    """Return a part that reads rows of a chunk, and copies them unless the stored bytes are those of `target`.
 
     Args:
-        column_ranges: for each dim except the first, the range (begin, end) of the wanted columns in the full tensor.
-        starts: for each dim except the first, the index that the first column of `rows` has in the full tensor.
+        target: destination of the wanted values.
+        stored_rows: tensor on ``meta`` with the shape and dtype of the rows.
+        wanted: region of `stored_rows` that contains the wanted values.
     """
-    column_slices = (
-        slice(begin - origin, end - origin) for (begin, end), origin in zip(column_ranges, starts, strict=True)
-    )
-    index = (slice(None), *column_slices)
-    return rows[index]
+    if target.dtype == stored_rows.dtype and target.shape == stored_rows.shape and target.is_contiguous():
+        return _Part(file, key, sizes, offset, _byte_view(target))
+    rows = torch.empty_like(stored_rows, device="cpu")
+    return _Part(file, key, sizes, offset, _byte_view(rows), partial(target.copy_, rows[wanted]))
+
+
+def _relative(ranges: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return slices that select `ranges`, one per dim, from a tensor whose first element is at `origin`."""
+    return tuple(slice(begin - at, end - at) for (begin, end), at in zip(ranges, origin, strict=True))
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:

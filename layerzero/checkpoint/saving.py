@@ -151,9 +151,9 @@ def save_async(
     with agreed("checkpoint.save_async", lz_state):  # for instance, pinning the memory may fail
         tensors = staging.copy(job.tensors)
     _ensure_group(lz_state, staging)
-    staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
-    staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in lz_state.optimizers]
-    return pending
+    write = partial(_write_staged, replace(job, tensors=tensors), staging)
+    staging.pending = PendingSave(write, optimizers=lz_state.optimizers)
+    return staging.pending
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,10 @@ def _taken(rank: int, folder: Path) -> None:
     dist.barrier()
     home = _home(_node(folder, rank))
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
-    for file in home.rglob("*"):
-        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
-    pieces = sorted(home.iterdir())
-    assert len({piece.name.partition(".")[0] for piece in pieces}) == 2, "two snapshots, and no more"
-    files = {file.name for piece in pieces for file in piece.glob("*.safetensors")}
-    assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
+    assert len(list(home.iterdir())) == 2, "two snapshots, and no more"
+    for snapshot in home.iterdir():
+        files = {file.name for file in snapshot.glob("*.safetensors")}
+        assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
     dist.barrier()
     if rank == 0:
         _lose(_node(folder, 3))
@@ -89,8 +87,6 @@ def _taken(rank: int, folder: Path) -> None:
     keeper = checkpoint.Buddies(again, its_optimizer, name=NAME, memory=place)
     found = keeper.load()
     assert found is not None and not different(everything(again, its_optimizer), states[5])
-    dist.barrier()
-    (keeper.folder / "view.7").mkdir(exist_ok=True)  # from a process that died while it loaded
     dist.barrier()
     keeper.close()
     dist.barrier()
@@ -151,11 +147,8 @@ def _returns(rank: int, folder: Path) -> None:
         (folder / "away").rename(folder / "node1")
     dist.barrier()
     keeper = _buddies(folder, model, optimizer)
-    (keeper.folder / "view.7").mkdir(exist_ok=True)  # from a rank that no longer exists
-    dist.barrier()
     found = keeper.load()
     assert found is not None and found.extra == "young"
-    assert not (keeper.folder / "view.7").exists()
 
 
 _NOW = time.time
@@ -231,8 +224,7 @@ def _half_new(rank: int, folder: Path) -> None:
     keeper.wait()
     dist.barrier()
     if rank == 2:
-        newest = max(_home(_node(folder, 2)).glob("*.2"))
-        file = newest / "rank-00002.safetensors"
+        file = max(_home(_node(folder, 2)).iterdir()) / "rank-00002.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
@@ -267,28 +259,27 @@ def _no_room(rank: int, folder: Path) -> None:
             setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    # when a snapshot is inspected, and when a file comes from another node
-    for what in ("_link_files", "allocate_file"):
-        real = getattr(buddy_snapshots, what)
-        dist.barrier()
-        lost = _node(folder, rank) / "away"
-        if what == "allocate_file" and rank == 0:  # all files of the first node must come from the second
-            lost.mkdir()
-            for piece in list(keeper.folder.iterdir()):
-                piece.rename(lost / piece.name)
-        if rank == 1:
-            setattr(buddy_snapshots, what, full)
-        dist.barrier()
-        try:
-            assert keeper.load() is None, "on all ranks"
-        finally:
-            setattr(buddy_snapshots, what, real)
-        dist.barrier()
-        if what == "allocate_file" and rank == 0:
-            for piece in list(lost.iterdir()):
-                piece.rename(keeper.folder / piece.name)
-            lost.rmdir()
-        dist.barrier()
+    lost, real = _node(folder, rank) / "away", buddy_snapshots.allocate_file
+    dist.barrier()
+    if rank == 0:  # all files of the first node must come from the second
+        keeper.folder.rename(lost)
+        keeper.folder.mkdir(mode=0o700)
+    if rank == 1:
+        buddy_snapshots.allocate_file = full
+    dist.barrier()
+    try:
+        assert keeper.load() is None, "on all ranks"
+    finally:
+        buddy_snapshots.allocate_file = real
+    dist.barrier()
+    found = keeper.load()
+    assert found is not None and found.extra == 1
+    assert rank > 1 or not any(file.is_file() for file in keeper.folder.rglob("*")), "what was fetched is gone again"
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(keeper.folder)
+        lost.rename(keeper.folder)
+    dist.barrier()
     for step in (3, 4):
         keeper.snapshot(step)
         found = keeper.load()

@@ -24,8 +24,7 @@ from layerzero.checkpoint.checksums import (
     ByteRange,
     ChecksumScheme,
     ChunkHasher,
-    FileSums,
-    checksums_of,
+    FileRecord,
     read_pieces,
 )
 from layerzero.checkpoint.manifest import Manifest
@@ -48,13 +47,15 @@ def test_each_chunk_has_the_sum_of_its_bytes_however_they_come() -> None:
                 step = draw.randint(1, most)
                 sums.update(content[at : at + step])
                 at += step
-            assert sums.hexdigest() == expected == checksums_of(content, SMALL) and sums.size == size
+            assert sums.hexdigest() == expected and sums.size == size
 
 
 def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> None:
     draw = random.Random(0)
     content = draw.randbytes(1000)
-    path, sums = tmp_path / "file", FileSums(1000, checksums_of(content, SMALL), SMALL)
+    path, hasher = tmp_path / "file", ChunkHasher(SMALL)
+    hasher.update(content)
+    record = FileRecord("file", 1000, hasher.hexdigest())
     for _ in range(300):
         ends = sorted(draw.sample(range(1001), 4))
         spans = [(ends[0], ends[1]), (ends[2], ends[3])]
@@ -67,17 +68,17 @@ def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> Non
             with pytest.raises(
                 CheckpointError, match=r"file is damaged: bytes .* do not match their recorded xxh3-128"
             ):
-                read_pieces(path, sums, pieces)
+                read_pieces(path, pieces, record, SMALL)
             continue
-        read_pieces(path, sums, pieces)
-        read_pieces(path, None, [piece for piece in pieces if piece.into is not None])
+        read_pieces(path, pieces, record, SMALL)
+        read_pieces(path, [piece for piece in pieces if piece.into is not None])
         for piece in pieces:
             assert piece.into is None or bytes(piece.into.tolist()) == content[piece.start : piece.stop]
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="file is damaged: the file ends at byte 999"):
-        read_pieces(path, sums, [ByteRange(0, 1000, None)])
+        read_pieces(path, [ByteRange(0, 1000, None)], record, SMALL)
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
-        read_pieces(tmp_path / "none", sums, [ByteRange(0, 1000, None)])
+        read_pieces(tmp_path / "none", [ByteRange(0, 1000, None)], record, SMALL)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from layerzero.checkpoint.contents import check_chunks
-from layerzero.checkpoint.dcp_storage import TensorTable
+from layerzero.checkpoint.dcp_storage import tensor_table
 from layerzero.checkpoint.json_codec import StoredTensor
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -65,12 +66,11 @@ def test_gaps_and_overlaps_are_refused(shape: tuple[int, ...], chunks: list[Chun
 
 
 def test_the_first_rank_writes_a_chunk_that_several_ranks_have() -> None:
-    table = TensorTable()
-    added = [
-        table.add(file, "w", torch.float32, torch.Size([4, 6]), torch.Size(offsets), torch.Size(sizes))
-        for file, (offsets, sizes) in [("a", _rows(0, 2)[0]), ("b", _rows(0, 2)[0]), ("b", _rows(2, 4)[0])]
-    ]
-    assert added == [True, False, True]
-    assert table.tensors == {
+    def chunks(*bounds: int) -> list[Any]:
+        return [("w", torch.float32, torch.Size([4, 6]), *map(torch.Size, chunk)) for chunk in _rows(*bounds)]
+
+    tensors, kept = tensor_table([("a", chunks(0, 2)), ("b", chunks(0, 2, 4))])
+    assert kept == [[0], [1]]
+    assert tensors == {
         "w": StoredTensor((4, 6), torch.float32, (("a", (0, 0), (2, 6)), ("b", (2, 0), (2, 6)))),
     }

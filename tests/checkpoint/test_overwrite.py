@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, safetensors_files
-from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from layerzero.checkpoint.checksums import FileRecord
+from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.run_folder import clear_leftovers, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import loading, publish, safetensors_files
-from layerzero.checkpoint.manifest import FileRecord, Manifest, UnsupportedFormatError
+from layerzero.checkpoint.checksums import FileRecord
+from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
 from layerzero.checkpoint.run_folder import RunFolderScan, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, safetensors_files
 from layerzero.checkpoint.background import staging_of
-from layerzero.checkpoint.manifest import FileRecord
+from layerzero.checkpoint.checksums import FileRecord
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
