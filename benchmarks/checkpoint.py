@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 import layerzero
 from benchmarks.model_shapes import llama
 from benchmarks.results import FOLDER
+from layerzero.checkpoint.collect_state import CollectedState
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
 from layerzero.layout.flat_layout import plan_layouts
 
@@ -84,8 +85,8 @@ def plan_globally(ranks: int) -> dict[str, float]:
     planned, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         topology = {"data_parallel": ranks, "zero3_size": 8}
-        options = {"sequence": lambda: 0, "finite": True, "overwrite": False, "reads_back": False}
-        writer = SafetensorsWriter(Path(folder, "one"), rank=0, topology=topology, document={}, own=[], **options)
+        state = CollectedState({}, {}, [], {}, [])
+        writer = SafetensorsWriter(Path(folder, "one"), state, topology, rank=0, overwrite=False, reads_back=False)
         writer.prepare_global_plan(SavePlanner().create_global_plan(plans)[0])
     return {
         "items": sum(len(plan.items) for plan in plans),

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from layerzero import ShardedOptimizer
 from layerzero.extend import (
     HeldGroup,
     LayerZeroState,
@@ -41,7 +41,7 @@ class PendingSave:
         self,
         write: Callable[[], None],
         what: str = "layerzero.checkpoint.save_async",
-        optimizers: Iterable[ShardedOptimizer] = (),
+        optimizers: Iterable[Optimizer] = (),
     ) -> None:
         self._function_name = what  # name of the function in warnings
         self._error: BaseException | None = None

@@ -214,7 +214,7 @@ def _read_chunk(descriptor: int, chunk_read: _ChunkRead) -> None:
             _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
         _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         position = piece.stop
-    if scheme is None:
+    if scheme is None or hasher is None:
         return
     _read_and_hash(descriptor, position, chunk_read.stop, None, scratch, hasher)
     if hasher.hexdigest() != chunk_read.checksum:

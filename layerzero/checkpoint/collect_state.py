@@ -61,13 +61,7 @@ def collect(
         raise RuntimeError(load_error)
     rank = lz_state.ranks.rank
     document, encoder = _encode_all(lz_state, optimizer, extra, rank=rank, rank_local_names=rank_local_names)
-    tensors = {
-        key: tensor
-        for key, tensor in encoder.tensors.items()
-        if (encoder.tells if key in encoder.apart else rank == 0)
-        or isinstance(tensor, DTensor)
-        or key.startswith(f"rank{rank}.")
-    }
+    tensors = {key: tensor for key, tensor in encoder.tensors.items() if key in encoder.written}
     nonfinite = nonfinite_names(_trained_rows(lz_state, encoder.tensors))
     if nonfinite and require_finite:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,14 +20,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SafetensorsReader
-from layerzero.checkpoint.errors import RankLostError
 from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
-from layerzero.extend import LayerZeroState, torch_registration
+from layerzero.extend import LayerZeroState
 
 __all__ = ["load_dcp", "reader"]
 
@@ -81,41 +81,22 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return _DcpSource(CheckpointContents({}, document, tensors), names, source, os.fspath(path), lz_state)
+        return _DcpSource(CheckpointContents({}, document, tensors), names, source)
 
     prepare_load_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
 
 
+@dataclass
 class _DcpSource:
     """A :class:`layerzero.checkpoint.loading.Source` that reads a DCP checkpoint through torch."""
 
-    def __init__(
-        self,
-        contents: CheckpointContents,
-        fingerprint: object,
-        source: FileSystemReader,
-        path: str,
-        lz_state: LayerZeroState,
-    ) -> None:
-        self.contents = contents
-        self.fingerprint = fingerprint
-        self.twice = False
-        self._source = source
-        self._path = path
-        self._model_ranks = lz_state.ranks
+    contents: CheckpointContents
+    fingerprint: object
+    storage: FileSystemReader
+    twice: bool = False
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        group = self._model_ranks.control_group()
-        try:
-            with torch_registration(group):
-                read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
-        except CheckpointException as error:
-            raise convert_dcp_exception("read", self._path, error) from None
-        except RuntimeError as error:
-            raise RankLostError(
-                f"{self._path} could not be read, because a rank has exited or is late: {error}"
-            ) from error
+        _read(self.storage, dict(tensors))
 
     def reread(self) -> None:
         """Do nothing, because no tensor is read in place."""
@@ -126,15 +107,27 @@ def _read_tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in top_keys}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        read_tensors(values, storage_reader=source, planner=planner, no_dist=True)
+    _read(source, values)
     encoder = Encoder(0, name_of=lambda rows: rows.spec.name)
     leaves: dict[str, Any] = {
         key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
     }
     return unflatten_state_dict(leaves, paths)
+
+
+def _read(storage: FileSystemReader, values: dict[str, Any]) -> None:
+    """Fill `values` on this rank, without communication.
+
+    Raises:
+        CheckpointError: a value cannot be read.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            read_tensors(values, storage_reader=storage, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise convert_dcp_exception("read", storage.path, error) from None
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:

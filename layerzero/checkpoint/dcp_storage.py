@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from layerzero.checkpoint.collect_state import CollectedState
 from layerzero.checkpoint.contents import CheckpointContents, check_chunks, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import StoredTensor, merge_ranks
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
+from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, Region, rank_file, write_items
 
 __all__ = [
@@ -104,11 +106,7 @@ class SafetensorsWriter(StorageWriter):
 
     Args:
         path: path of the checkpoint, which exists only after the save finishes.
-        document: the full document on the first rank; unused on other ranks.
-        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergeableValue`.
-        finite: whether all trained tensors of this rank are finite.
-        sequence: function that returns the sequence number of the checkpoint. The first rank calls the function at the
-            end of the save.
+        state: state of this rank. On the first rank, its document is the full document.
         overwrite: whether to replace an existing checkpoint at `path`.
         reads_back: whether to read each file again and verify its checksums before the checkpoint is published.
     """
@@ -116,13 +114,10 @@ class SafetensorsWriter(StorageWriter):
     def __init__(
         self,
         path: Path,
+        state: CollectedState,
+        topology: Mapping[str, int],
         *,
         rank: int,
-        topology: Mapping[str, int],
-        document: dict[str, Any],
-        own: list[Any],
-        sequence: Callable[[], int],
-        finite: bool,
         overwrite: bool,
         reads_back: bool,
     ) -> None:
@@ -130,10 +125,8 @@ class SafetensorsWriter(StorageWriter):
         self._token: str | None = None  # see [Note: Concurrent saves to one path]
         self._rank = rank
         self._topology = topology
-        self._document = document
-        self._own = own
-        self._sequence = sequence
-        self._finite = finite  # of this rank; after the global plan, the first rank has the value for all ranks
+        self._document, self._own = state.document, state.own
+        self._finite = not state.bad  # of this rank; after the global plan, the first rank has the value for all ranks
         self._overwrite = overwrite
         self._reads_back = reads_back
         self._tensors: dict[str, StoredTensor] = {}  # on the first rank, after the global plan
@@ -203,7 +196,7 @@ class SafetensorsWriter(StorageWriter):
             self._partial,
             self._path,
             [*files, written],
-            sequence=self._sequence(),
+            sequence=next_sequence(self._path.parent),
             token=self._token,
             finite=self._finite,
             overwrite=self._overwrite,
@@ -222,16 +215,8 @@ class SafetensorsReader(StorageReader):
         values: values that are not tensors, by flat name.
     """
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        *,
-        names: Mapping[str, str],
-        values: Mapping[str, Any],
-    ) -> None:
-        self._files = files
-        self._names = names
-        self._values = values
+    def __init__(self, files: CheckpointFiles, *, names: Mapping[str, str], values: Mapping[str, Any]) -> None:
+        self._files, self._names, self._values = files, names, values
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because no state is kept between loads."""
@@ -240,13 +225,10 @@ class SafetensorsReader(StorageReader):
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
         for name, key in self._names.items():
             stored = self._files.contents.tensors[key]
-            entries[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=stored.dtype),
-                size=torch.Size(stored.shape),
-                chunks=[
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in stored.chunks
-                ],
-            )
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in stored.chunks
+            ]
+            entries[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

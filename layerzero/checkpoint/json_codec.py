@@ -168,7 +168,7 @@ class Encoder:
             entries, only one of these ranks writes them.
         tensors: by key, the tensors that the JSON refers to.
         own: this rank's :class:`PerRank` values and own entries of :class:`MergeableValue`, as JSON, in encoding order.
-        apart: keys of the tensors in own entries of :class:`MergeableValue`.
+        written: keys of the tensors that this rank writes: its shards, its own values, and on one rank the others.
         digests: by path, digests of all values that must be the same on all ranks.
     """
 
@@ -178,7 +178,7 @@ class Encoder:
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
-    apart: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that occurs twice is stored once
     _depth: int = 0
@@ -259,8 +259,9 @@ class Encoder:
                 key += "'"
             self._keys[self._prefix, id(tensor)] = key
             self.tensors[key] = tensor
-            if self._encodes_own:
-                self.apart.add(key)
+            is_writer = self.tells if self._encodes_own else self.rank == 0
+            if is_writer or self._prefix or isinstance(tensor, DTensor):
+                self.written.add(key)
         if isinstance(tensor, DTensor):
             return {"$sharded": key, "like": self._parameter_like(tensor, path)}
         self._record_tensor_digest(path, tensor)

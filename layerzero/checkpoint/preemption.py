@@ -25,9 +25,7 @@ import signal
 import socket
 import sys
 import threading
-import weakref
 from contextlib import suppress
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -91,17 +89,10 @@ class LeaveRequest:
         self._heard: list[PendingSmallGather] = []  # messages of the last call of asked(), one per mesh axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
-        self._handles = True  # the signal handler is set
-        self._wakeups = _Wakeups.shared()
-        if self._wakeups is not None:
-            self._wakeups.requests.append(self)
-        try:
-            self._before: Any = signal.signal(signum, self._on_signal)
-        except (OSError, ValueError):  # a signal that cannot be handled
-            if self._wakeups is not None:
-                self._wakeups.release(self)
-            raise
-        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
+        self._before: Any = signal.signal(signum, self._on_signal)  # raises for a signal that cannot be handled
+        if _Wakeups.current is None:
+            _Wakeups.current = _Wakeups.listen()
+        _open_requests.append(self)
 
     def asked(self) -> bool:
         """Return whether any rank has received the signal.
@@ -150,29 +141,17 @@ class LeaveRequest:
 
     def _release(self) -> None:
         """Restore the previous handler, or the default if Python did not set the previous one."""
-        if not self._handles:
+        if self not in _open_requests:
             return
-        self._handles = False
+        _open_requests.remove(self)
         if signal.getsignal(self._signum) == self._on_signal:  # otherwise another handler has been set since
-            signal.signal(self._signum, signal.SIG_DFL if self.before is None else self.before)
-        if self._wakeups is not None:
-            self._wakeups.release(self)
-
-    @property
-    def before(self) -> Any:
-        """Handler that was set before this request's handler. Handlers of closed requests are skipped."""
-        handler = self._before
-        request = getattr(handler, "__self__", None)
-        return request.before if isinstance(request, LeaveRequest) and not request._handles else handler
-
-    def close_in_child(self) -> None:
-        """Close the request in a forked child; see [Note: Forked processes]."""
-        self._release()
-
-    @property
-    def wakeups(self) -> _Wakeups | None:
-        """Listener of the wakeup file descriptor while this request is open; None after :meth:`close`."""
-        return self._wakeups if self._handles else None
+            signal.signal(self._signum, signal.SIG_DFL if self._before is None else self._before)
+        for later in _open_requests:
+            if later._before == self._on_signal:
+                later._before = self._before
+        if not _open_requests and _Wakeups.current is not None:
+            _Wakeups.current.close()
+            _Wakeups.current = None
 
     def _wait_for_pending(self) -> None:
         pending, self._heard = self._heard, []
@@ -206,37 +185,36 @@ class LeaveRequest:
             os._exit(self._exit_code)
 
 
-def _close_in_child(request_ref: weakref.ref[LeaveRequest]) -> None:
-    request = request_ref()
-    if request is not None:
-        request.close_in_child()
+_open_requests: list[LeaveRequest] = []  # of this process, whose signal handlers and wakeup descriptor belong to all
+
+
+def _close_in_child() -> None:
+    """Close all requests in a forked child; see [Note: Forked processes]."""
+    for request in tuple(_open_requests):
+        request._release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Wakeups:
-    """Thread that listens on the wakeup file descriptor. All requests share the thread.
+    """Thread that listens on the wakeup file descriptor and starts the deadlines of all open requests.
 
     See [Note: Deadline during blocking calls].
 
     Attributes:
-        requests: open requests, whose deadlines the thread starts.
+        current: listener of the open requests, or None if there is none.
     """
 
+    current: _Wakeups | None = None
+
     def __init__(self, heard: socket.socket, written: socket.socket) -> None:
-        self.requests: list[LeaveRequest] = []
         self._heard, self._written = heard, written
         threading.Thread(target=self._listen, name="layerzero signals", daemon=True).start()
 
     @classmethod
-    def shared(cls) -> _Wakeups | None:
-        """Return the listener of the open requests. If no request is open, return a new listener.
-
-        Returns:
-            The listener, or None if other code, such as asyncio, has set the wakeup file descriptor.
-        """
-        for signum in signal.valid_signals():
-            request = getattr(signal.getsignal(signum), "__self__", None)
-            if isinstance(request, LeaveRequest) and request.wakeups is not None:
-                return request.wakeups
+    def listen(cls) -> _Wakeups | None:
+        """Return a new listener, or None if other code, such as asyncio, has set the wakeup file descriptor."""
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
@@ -247,16 +225,14 @@ class _Wakeups:
         sender.close()
         return None
 
-    def release(self, request: LeaveRequest) -> None:
-        self.requests.remove(request)
-        if not self.requests:
-            current_fd = signal.set_wakeup_fd(-1)
-            if current_fd != self._written.fileno():  # other code has set the descriptor since
-                signal.set_wakeup_fd(current_fd)
-            self._written.close()  # ends the thread
+    def close(self) -> None:
+        current_fd = signal.set_wakeup_fd(-1)
+        if current_fd != self._written.fileno():  # other code has set the descriptor since
+            signal.set_wakeup_fd(current_fd)
+        self._written.close()  # ends the thread
 
     def _listen(self) -> None:
         with self._heard, suppress(OSError):
             while received := self._heard.recv(1):
-                for request in tuple(self.requests):
+                for request in tuple(_open_requests):
                     request.handle_signal(received[0])

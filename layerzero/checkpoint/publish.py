@@ -42,7 +42,6 @@ from layerzero.checkpoint.manifest import MANIFEST, Manifest
 
 __all__ = [
     "contiguous_on_cpu",
-    "discard",
     "flush_folder",
     "hide_folder",
     "is_displaced",
@@ -55,7 +54,6 @@ __all__ = [
     "publish_folder",
     "read_back",
     "remove",
-    "rename_as_damaged",
     "require_only_checkpoint_files",
     "tensor_bytes",
     "write_file",
@@ -311,31 +309,20 @@ def make_folder(folder: Path) -> None:
         flush_folder(folder.parent)
 
 
-def discard(folder: Path) -> None:
-    """Remove a checkpoint or a leftover folder.
+def hide_folder(folder: Path, kind: Literal["partial", "replaced", "damaged"] = "partial") -> Path:
+    """Rename a checkpoint or a leftover folder to a hidden name that no other job uses; return the new path.
 
-    The folder is renamed first, so that no process finds a partly deleted checkpoint.
+    A folder of the kind "damaged" is never read or removed. Before a folder is removed, it is renamed, so that no
+    process finds a partly deleted checkpoint.
 
     Raises:
         FileNotFoundError: another job has removed or published the folder.
     """
-    remove(hide_folder(folder))
-
-
-def hide_folder(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
-    """Rename a checkpoint or a leftover folder to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     new_path = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, new_path)
     with suppress(OSError):  # the folder may belong to another user
         os.utime(new_path)  # a recent time stamp prevents `clear_leftovers` of other jobs from removing the folder
-    return new_path
-
-
-def rename_as_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint to a name that is never read or removed; return the new path."""
-    new_path = folder.with_name(f".{folder.name}.{new_token()}.damaged")
-    os.rename(folder, new_path)
     return new_path
 
 

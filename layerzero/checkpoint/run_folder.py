@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,10 @@ from layerzero.checkpoint.errors import CheckpointError, RankLostError, Unsuppor
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import (
-    discard,
     hide_folder,
     is_displaced,
     is_temporary,
     remove,
-    rename_as_damaged,
     require_only_checkpoint_files,
 )
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
@@ -53,13 +50,13 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         NotADirectoryError: `folder` or one of its parents is a file.
     """
     _refuse_file(Path(folder))
-    manifests = _complete_manifests(Path(folder))
+    manifests, _ = scan(Path(folder))
     return manifests[-1].folder if manifests else None
 
 
 def next_sequence(folder: Path) -> int:
     """Return the sequence number of a new checkpoint in `folder`."""
-    manifests = _complete_manifests(folder)
+    manifests, _ = scan(folder)
     return manifests[-1].sequence + 1 if manifests else 0
 
 
@@ -81,7 +78,7 @@ def rotate(path: Path, keep_last: int) -> None:
 
     The function also keeps the last checkpoint that is known to be finite.
     """
-    manifests = _complete_manifests(path.parent)
+    manifests, _ = scan(path.parent)
     own_sequence = next((manifest.sequence for manifest in manifests if manifest.folder == path), None)
     newest_finite = next((manifest for manifest in reversed(manifests) if manifest.finite), None)
     for manifest in manifests[:-keep_last]:
@@ -106,7 +103,7 @@ def clear_leftovers(written_last: Path) -> None:
                 if (
                     file_system_time - _last_write_time(leftover) > _DEAD_AFTER
                 ):  # another job or an import may still be writing
-                    discard(leftover)
+                    remove(hide_folder(leftover))
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
@@ -118,54 +115,24 @@ def _remove_checkpoint(manifest: Manifest) -> None:
         os.rename(new_path, manifest.folder)
 
 
-@dataclass(frozen=True)
-class RunFolderScan:
-    """Checkpoints found in the folder of one run.
+def scan(folder: Path) -> tuple[list[Manifest], dict[Path, Exception]]:
+    """Read the manifests of all checkpoints in the folder of a run.
 
-    Attributes:
-        complete: manifests of complete checkpoints in the order in which a load tries them. The newest is first, and
-            checkpoints that have non-finite values are last.
-        broken: reason why a checkpoint is incomplete, by path of the checkpoint.
+    Returns:
+        Manifests of the complete checkpoints, in the order in which they were saved, and the error of each other
+        folder, by path.
     """
-
-    complete: tuple[Manifest, ...]
-    broken: dict[Path, str]
-
-
-def scan(folder: Path) -> RunFolderScan:
-    """Return the complete and the broken checkpoints in the folder of a run.
-
-    Raises:
-        NotADirectoryError: `folder` or one of its parents is a file.
-        UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
-    """
-    _refuse_file(folder)
-    found = _read_manifests(folder)
-    if unsupported := [each for each in found.values() if isinstance(each, UnsupportedFormatError)]:
-        raise unsupported[0]
-    broken = {
-        path: str(error) for path, error in found.items() if isinstance(error, Exception) and _was_checkpoint(path)
-    }
-    newest = _in_order_of_saves(found)[::-1]
-    usable = [manifest for manifest in newest if manifest.finite is not False]
-    return RunFolderScan((*usable, *(manifest for manifest in newest if manifest.finite is False)), broken)
-
-
-def rename_if_unchanged(path: Path, damaged: Manifest | None) -> Path | None:
-    """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
-
-    Args:
-        damaged: manifest of the damaged checkpoint, or None if the checkpoint has no intact manifest. In that case, the
-            folder must contain only checkpoint files.
-
-    Raises:
-        OSError: the checkpoint could not be renamed.
-    """
-    if damaged is None:
-        require_only_checkpoint_files(path)
-    elif _read_manifest(path) != damaged:
-        return None
-    return rename_as_damaged(path)
+    complete: list[Manifest] = []
+    errors: dict[Path, Exception] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (not path.name.startswith(".") or is_displaced(path)) and not path.is_symlink() and path.is_dir():
+            try:
+                complete.append(Manifest.read(path))
+            except FileNotFoundError:  # another job has removed the checkpoint
+                continue
+            except (CheckpointError, OSError) as error:
+                errors[path] = error
+    return sorted(complete, key=lambda manifest: (manifest.sequence, manifest.folder.name)), errors
 
 
 def _was_checkpoint(path: Path) -> bool:
@@ -182,31 +149,6 @@ def _was_checkpoint(path: Path) -> bool:
 def _last_write_time(partial: Path) -> float:
     contents = list(partial.rglob("*")) if partial.is_dir() else []
     return max(path.lstat().st_mtime for path in [partial, *contents])
-
-
-def _complete_manifests(folder: Path) -> list[Manifest]:
-    """Return the manifests of all complete checkpoints, in the order in which they were saved."""
-    return _in_order_of_saves(_read_manifests(folder))
-
-
-def _in_order_of_saves(found: Mapping[Path, Manifest | Exception]) -> list[Manifest]:
-    manifests = [manifest for manifest in found.values() if isinstance(manifest, Manifest)]
-    return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.folder.name))
-
-
-def _read_manifests(folder: Path) -> dict[Path, Manifest | Exception]:
-    """Return the manifest of each checkpoint in the folder of a run, or the error of reading it."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    found: dict[Path, Manifest | Exception] = {}
-    for path in entries:
-        if (not path.name.startswith(".") or is_displaced(path)) and not path.is_symlink() and path.is_dir():
-            try:
-                found[path] = Manifest.read(path)
-            except FileNotFoundError:  # another job has removed the checkpoint
-                continue
-            except (CheckpointError, OSError) as error:
-                found[path] = error
-    return found
 
 
 def _refuse_file(folder: Path) -> None:
@@ -268,15 +210,16 @@ def load_latest(
     """
     lz_state = get_state(model)
     folder = Path(folder).absolute()
-    seen: RunFolderScan | None = None
+    manifests: dict[Path, Manifest | None] = {}  # on the first rank, in the order of tries; None if broken
+    broken: dict[Path, str] = {}  # on the first rank: reasons
     with agreed("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}):
         if lz_state.ranks.rank == 0:
             if (folder / MANIFEST).exists():
                 raise CheckpointError(
                     f"{folder} is a checkpoint. Pass its parent folder, or call layerzero.checkpoint.load"
                 )
-            seen = scan(folder)
-    names = _broadcast_texts(lz_state, None if seen is None else [manifest.folder.name for manifest in seen.complete])
+            manifests, broken = _candidates(folder)
+    names = _broadcast_texts(lz_state, [path.name for path, manifest in manifests.items() if manifest is not None])
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
@@ -286,21 +229,44 @@ def load_latest(
         if reason:
             damaged[path] = reason
     else:
-        broken = _broadcast_texts(
-            lz_state, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()]
-        )
-        if not broken and not damaged:
+        reasons = [*damaged.values(), *_broadcast_texts(lz_state, [f"{each}: {why}" for each, why in broken.items()])]
+        if not reasons:
             return None
-        reasons = "; ".join([*damaged.values(), *broken])
-        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {reasons}")
-    moved = _broadcast_texts(lz_state, None if seen is None else _rename_passed_over(seen, damaged, loaded=path))
-    if seen is not None:
-        for message in moved:
-            _LOG.warning("%s. %s has been loaded instead", message, path)
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {'; '.join(reasons)}"
+        )
+    unusable = _newer_nonfinite(manifests, loaded=path)
+    unusable |= {each: f"is damaged ({why})" for each, why in (damaged | broken).items()}
+    first_rank = lz_state.ranks.rank == 0
+    moved = _broadcast_texts(
+        lz_state, [_set_aside(each, manifests[each], why) for each, why in unusable.items()] if first_rank else []
+    )
+    for message in moved if first_rank else ():
+        _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
 
 
-def _broadcast_texts(lz_state: LayerZeroState, texts: list[str] | None) -> list[str]:
+def _candidates(folder: Path) -> tuple[dict[Path, Manifest | None], dict[Path, str]]:
+    """Return the checkpoints in the order in which a load tries them, and the reasons why others are broken.
+
+    The newest checkpoint is first, those with non-finite values follow, and broken checkpoints are last.
+
+    Raises:
+        NotADirectoryError: `folder` or one of its parents is a file.
+        UnsupportedFormatError: another version of layerzero wrote a checkpoint.
+    """
+    _refuse_file(folder)
+    complete, errors = scan(folder)
+    for error in errors.values():
+        if isinstance(error, UnsupportedFormatError):
+            raise error
+    broken = {path: str(error) for path, error in errors.items() if _was_checkpoint(path)}
+    newest_first = complete[::-1]
+    tried = sorted(newest_first, key=lambda manifest: manifest.finite is False)
+    return {manifest.folder: manifest for manifest in tried} | dict.fromkeys(broken), broken
+
+
+def _broadcast_texts(lz_state: LayerZeroState, texts: list[str]) -> list[str]:
     """Return the first rank's `texts` on every rank."""
     first_rank_texts: list[str] = json.loads(lz_state.ranks.all_gather_text(json.dumps(texts))[0])
     return first_rank_texts
@@ -335,28 +301,23 @@ def _try_load(
     return None, next((reason for kind, reason in outcomes if kind == "damaged"), "")
 
 
-def _rename_passed_over(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
-    """Rename damaged checkpoints, and non-finite checkpoints that are newer than the loaded one.
-
-    Returns:
-        One sentence for each of these checkpoints.
-    """
-    manifests: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
-    loaded_sequence = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
-    passed_over = {
-        manifest.folder: "has non-finite values"
-        for manifest in seen.complete
-        if manifest.finite is False and manifest.sequence > loaded_sequence
+def _newer_nonfinite(manifests: dict[Path, Manifest | None], *, loaded: Path) -> dict[Path, str]:
+    """Return the checkpoints with non-finite values that are newer than the loaded one, and the reason as text."""
+    loaded_manifest = manifests.get(loaded)
+    return {
+        path: "has non-finite values"
+        for path, manifest in manifests.items()
+        if manifest and loaded_manifest and manifest.finite is False and manifest.sequence > loaded_manifest.sequence
     }
-    manifests |= dict.fromkeys(seen.broken)
-    unusable = passed_over | {path: f"is damaged ({reason})" for path, reason in (damaged | seen.broken).items()}
-    return [_rename_and_report(path, manifests[path], reason) for path, reason in unusable.items()]
 
 
-def _rename_and_report(path: Path, manifest: Manifest | None, reason: str) -> str:
+def _set_aside(path: Path, manifest: Manifest | None, reason: str) -> str:
+    """Rename a checkpoint unless another checkpoint has replaced it; return a sentence with the result."""
     try:
-        new_path = rename_if_unchanged(path, manifest)
+        if manifest is None:
+            require_only_checkpoint_files(path)
+        elif _read_manifest(path) != manifest:
+            return f"{path} {reason}: another job has replaced it"
+        return f"{path} {reason}: it has been renamed to {hide_folder(path, 'damaged').name}"
     except OSError as error:
         return f"{path} {reason} and cannot be renamed: {error}"
-    outcome = "another job has replaced it" if new_path is None else f"it has been renamed to {new_path.name}"
-    return f"{path} {reason}: {outcome}"

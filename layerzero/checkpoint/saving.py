@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLos
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
-from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
+from layerzero.checkpoint.run_folder import clean_up_after_save
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_registration
 
@@ -89,9 +89,10 @@ def save(
         extra = {"step": step, "scheduler": scheduler.state_dict()}
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
-    lz_state = get_state(model)
-    options = _SaveOptions(keep_last, overwrite, require_finite)
-    _write(_prepare(Path(path), lz_state, optimizer, extra, options), lz_state.ranks.control_group())
+    job = _prepare(
+        path, model, optimizer, extra, keep_last=keep_last, overwrite=overwrite, require_finite=require_finite
+    )
+    _write(job, get_state(model).ranks.control_group())
 
 
 def save_with_rank_local_names(
@@ -109,9 +110,8 @@ def save_with_rank_local_names(
         rank_local_names: names under which ranks have different parameters. If None, all ranks have the same
             parameters.
     """
-    lz_state = get_state(model)
-    options = _SaveOptions(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), lz_state, optimizer, extra, options, rank_local_names), lz_state.ranks.control_group())
+    job = _prepare(path, model, optimizer, extra, rank_local_names=rank_local_names)
+    _write(job, get_state(model).ranks.control_group())
 
 
 def save_async(
@@ -145,7 +145,9 @@ def save_async(
         pending.wait()
     """
     lz_state = get_state(model)
-    job = _prepare(Path(path), lz_state, optimizer, extra, _SaveOptions(keep_last, overwrite, require_finite))
+    job = _prepare(
+        path, model, optimizer, extra, keep_last=keep_last, overwrite=overwrite, require_finite=require_finite
+    )
     staging = staging_of(lz_state)
     tensors: dict[str, Tensor] = {}
     with agreed("checkpoint.save_async", lz_state):  # for instance, pinning the memory may fail
@@ -154,15 +156,6 @@ def save_async(
     write = partial(_write_staged, replace(job, tensors=tensors), staging)
     staging.pending = PendingSave(write, optimizers=lz_state.optimizers)
     return staging.pending
-
-
-@dataclass(frozen=True)
-class _SaveOptions:
-    """Keyword arguments of :func:`save`."""
-
-    keep_last: int | None
-    overwrite: bool
-    require_finite: bool
 
 
 @dataclass(frozen=True)
@@ -180,47 +173,45 @@ class _SaveJob:
 
 
 def _prepare(
-    path: Path,
-    lz_state: LayerZeroState,
+    path: PathLike,
+    model: nn.Module,
     optimizer: ShardedOptimizer | None,
     extra: object,
-    options: _SaveOptions,
+    *,
+    keep_last: int | None = None,
+    overwrite: bool = False,
+    require_finite: bool = True,
     rank_local_names: RankLocalNames | None = None,
 ) -> _SaveJob:
-    rank = lz_state.ranks.rank
-    path = path.absolute()
-    fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(options)}
+    lz_state, path = get_state(model), Path(path).absolute()
+    fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm}
+    fields |= {"keep_last": keep_last, "overwrite": overwrite, "require_finite": require_finite}
     state = CollectedState({}, {}, [], {}, [])
     with agreed("checkpoint.save", lz_state, fields):
         finish_pending(lz_state)
         check_checkpoint_arguments(lz_state, optimizer)
-        if options.keep_last is not None and (not isinstance(options.keep_last, int) or options.keep_last < 1):
-            raise ValueError(f"keep_last must be a positive int or None, got {options.keep_last!r}")
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"keep_last must be a positive int or None, got {keep_last!r}")
         if path.name.startswith("."):
             raise ValueError(
                 f"the checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
                 "name"
             )
         if os.path.lexists(path):
-            if not options.overwrite:
+            if not overwrite:
                 raise PathTakenError.at(path)
             require_only_checkpoint_files(path)
-        state = collect(
-            lz_state, optimizer, extra, require_finite=options.require_finite, rank_local_names=rank_local_names
-        )
+        state = collect(lz_state, optimizer, extra, require_finite=require_finite, rank_local_names=rank_local_names)
         fields |= state.digests
     writer = SafetensorsWriter(
         path,
-        rank=rank,
-        topology=topology_entry(lz_state),
-        document=state.document,
-        own=state.own,
-        sequence=partial(next_sequence, path.parent),
-        finite=not state.bad,
-        overwrite=options.overwrite,
-        reads_back=options.keep_last is not None or options.overwrite,
+        state,
+        topology_entry(lz_state),
+        rank=lz_state.ranks.rank,
+        overwrite=overwrite,
+        reads_back=keep_last is not None or overwrite,
     )
-    return _SaveJob(path, writer, state.tensors, options.keep_last)
+    return _SaveJob(path, writer, state.tensors, keep_last)
 
 
 def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:

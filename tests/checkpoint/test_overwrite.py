@@ -169,9 +169,9 @@ def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_th
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))
     clear_leftovers(tmp_path / "new" / MANIFEST)
-    assert {manifest.folder for manifest in scan(tmp_path).complete} == {hidden, tmp_path / "new"}
+    assert {manifest.folder for manifest in scan(tmp_path)[0]} == {hidden, tmp_path / "new"}
     shutil.copytree(tmp_path / "new", tmp_path / "last")
-    assert {manifest.folder.name for manifest in scan(tmp_path).complete} == {"last", "new"}
+    assert {manifest.folder.name for manifest in scan(tmp_path)[0]} == {"last", "new"}
     clear_leftovers(tmp_path / "new" / MANIFEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
     Manifest.read(tmp_path / "last").verify()

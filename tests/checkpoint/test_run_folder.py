@@ -16,7 +16,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import loading, publish, safetensors_files
 from layerzero.checkpoint.checksums import FileRecord
 from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
-from layerzero.checkpoint.run_folder import RunFolderScan, scan
+from layerzero.checkpoint.run_folder import _candidates
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged
 from tests.support.models import different
@@ -355,9 +355,9 @@ def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> No
         (tmp_path / name / file).write_bytes(b"")
     (tmp_path / "mixed" / "contents.json").write_bytes(b"")
     (tmp_path / "empty").mkdir()
-    assert scan(tmp_path) == RunFolderScan((), {})
+    assert _candidates(tmp_path) == ({}, {})
     (tmp_path / "mixed" / "tokenizer.json").unlink()
-    assert list(scan(tmp_path).broken) == [tmp_path / "mixed"]
+    assert list(_candidates(tmp_path)[1]) == [tmp_path / "mixed"]
 
 
 def _with_a_stranger(rank: int, folder: str) -> None:
