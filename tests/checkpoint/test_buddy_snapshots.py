@@ -22,7 +22,7 @@ from layerzero.checkpoint.buddy_snapshots import _partners
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import forks
 from tests.support.models import different
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +53,10 @@ def _buddies(folder: Path, model, optimizer, node: int | None = None) -> checkpo
 # --- contents, location and loading of snapshots ---
 
 
-def _taken(rank: int, folder: Path) -> None:
+@on_ranks()
+def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     assert keeper.load() is None
     train(model, optimizer, range(3))
     states = {}
@@ -65,7 +66,7 @@ def _taken(rank: int, folder: Path) -> None:
         train(model, optimizer, range(step, step + 1))  # while it is being sent
     keeper.wait()
     dist.barrier()
-    home = _home(_node(folder, rank))
+    home = _home(_node(tmp_path, rank))
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     assert len(list(home.iterdir())) == 2, "two snapshots, and no more"
     for snapshot in home.iterdir():
@@ -73,17 +74,17 @@ def _taken(rank: int, folder: Path) -> None:
         assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
     dist.barrier()
     if rank == 0:
-        _lose(_node(folder, 3))
+        _lose(_node(tmp_path, 3))
     dist.barrier()
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
-    found = _buddies(folder, again, its_optimizer).load()
+    found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == {"step": 5, "mine": rank}
     assert not (wrong := different(everything(again, its_optimizer), states[5])), wrong
     train(again, its_optimizer, range(5, 7))
     train(model, optimizer, range(6, 7))
     assert not (wrong := different(everything(again, its_optimizer), everything(model, optimizer))), wrong
     again, its_optimizer = sharded_net(4, adam=True, seed=2)  # another sharding, and all the memory of the other node
-    place = _node(folder, 0)
+    place = _node(tmp_path, 0)
     keeper = checkpoint.Buddies(again, its_optimizer, name=NAME, memory=place)
     found = keeper.load()
     assert found is not None and not different(everything(again, its_optimizer), states[5])
@@ -92,10 +93,6 @@ def _taken(rank: int, folder: Path) -> None:
     dist.barrier()
     assert not home.exists() or rank > 1
     assert not list(place.iterdir()), "nothing is left"
-
-
-def test_a_snapshot_is_loaded_without_the_memory_of_a_node(tmp_path: Path) -> None:
-    run_ranks(_taken, tmp_path)
 
 
 def _on_fewer(rank: int, folder: Path, states) -> None:
@@ -120,10 +117,11 @@ def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) 
     run_ranks(_on_fewer, tmp_path, states, world_size=2)
 
 
-def _returns(rank: int, folder: Path) -> None:
+@on_ranks()
+def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path) -> None:
     """Bring back a node after a long time, with more snapshots than were taken since."""
     model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     long_ago = time.time() - 1e6
     buddy_snapshots.time.time = lambda: long_ago
     try:
@@ -134,19 +132,19 @@ def _returns(rank: int, folder: Path) -> None:
         buddy_snapshots.time.time = _NOW
     dist.barrier()
     if rank == 0:
-        (folder / "node1").rename(folder / "away")
-        _lose(folder / "node0")
+        (tmp_path / "node1").rename(tmp_path / "away")
+        _lose(tmp_path / "node0")
     dist.barrier()
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     assert keeper.load() is None
     keeper.snapshot("young")
     keeper.wait()
     dist.barrier()
     if rank == 0:
-        _lose(folder / "node1")
-        (folder / "away").rename(folder / "node1")
+        _lose(tmp_path / "node1")
+        (tmp_path / "away").rename(tmp_path / "node1")
     dist.barrier()
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     found = keeper.load()
     assert found is not None and found.extra == "young"
 
@@ -154,14 +152,11 @@ def _returns(rank: int, folder: Path) -> None:
 _NOW = time.time
 
 
-def test_an_old_snapshot_does_not_outdo_a_younger_one(tmp_path: Path) -> None:
-    run_ranks(_returns, tmp_path)
-
-
-def _beside_a_disk(rank: int, folder: Path) -> None:
+@on_ranks(timeout=100)
+def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
-    runs = folder / "runs"
+    keeper = _buddies(tmp_path, model, optimizer)
+    runs = tmp_path / "runs"
     keeper.snapshot("before")
     keeper.wait()
     assert keeper.load(newer_than=runs).extra == "before", "there is nothing on the disk"
@@ -178,16 +173,13 @@ def _beside_a_disk(rank: int, folder: Path) -> None:
     keeper.close()
 
 
-def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(tmp_path: Path) -> None:
-    run_ranks(_beside_a_disk, tmp_path, timeout=100)
-
-
 # --- snapshots replaced completely or not at all ---
 
 
-def _half_new(rank: int, folder: Path) -> None:
+@on_ranks()
+def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     train(model, optimizer, range(2))
     keeper.snapshot(2)
     keeper.wait()
@@ -211,12 +203,12 @@ def _half_new(rank: int, folder: Path) -> None:
         buddy_snapshots.read_pieces = real
     dist.barrier()
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
-    found = _buddies(folder, again, its_optimizer).load()
+    found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == 2
     assert not different(everything(again, its_optimizer), state)
     keeper.snapshot(3)  # and the next snapshot is taken
     keeper.wait()
-    found = _buddies(folder, again, its_optimizer).load()
+    found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == 3
     # After a bit flip in memory the previous snapshot is loaded, and the log says so.
     train(model, optimizer, range(3, 4))
@@ -224,22 +216,19 @@ def _half_new(rank: int, folder: Path) -> None:
     keeper.wait()
     dist.barrier()
     if rank == 2:
-        file = max(_home(_node(folder, 2)).iterdir()) / "rank-00002.safetensors"
+        file = max(_home(_node(tmp_path, 2)).iterdir()) / "rank-00002.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
     dist.barrier()
-    found = _buddies(folder, again, its_optimizer).load()
+    found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == 3
 
 
-def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(tmp_path: Path) -> None:
-    run_ranks(_half_new, tmp_path)
-
-
-def _no_room(rank: int, folder: Path) -> None:
+@on_ranks()
+def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
+    keeper = _buddies(tmp_path, model, optimizer)
     train(model, optimizer, range(1))
     keeper.snapshot(1)
 
@@ -259,7 +248,7 @@ def _no_room(rank: int, folder: Path) -> None:
             setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    lost, real = _node(folder, rank) / "away", buddy_snapshots.allocate_file
+    lost, real = _node(tmp_path, rank) / "away", buddy_snapshots.allocate_file
     dist.barrier()
     if rank == 0:  # all files of the first node must come from the second
         keeper.folder.rename(lost)
@@ -286,13 +275,10 @@ def _no_room(rank: int, folder: Path) -> None:
         assert found is not None and found.extra == step
 
 
-def test_where_there_is_no_room_what_was_taken_stays(tmp_path: Path) -> None:
-    run_ranks(_no_room, tmp_path)
-
-
-def _refused(rank: int, folder: Path) -> None:
+@on_ranks()
+def test_what_cannot_be_taken_is_one_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
-    place = _node(folder, rank)
+    place = _node(tmp_path, rank)
     train(model, optimizer, range(1))
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="name must be a single path component"):
@@ -317,10 +303,6 @@ def _refused(rank: int, folder: Path) -> None:
     assert keeper.load() is None
     keeper.close()
     assert not any(thread.name == "layerzero checkpoint" for thread in threading.enumerate())
-
-
-def test_what_cannot_be_taken_is_one_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_refused, tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [4, 4, 4], [1, 1], [2, 1, 1], [3, 2, 2], [2, 2, 2, 1]])

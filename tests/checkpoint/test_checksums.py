@@ -29,6 +29,7 @@ from layerzero.checkpoint.checksums import (
 )
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.damaging import flip_bit
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -176,14 +177,14 @@ def _load_large(rank: int, folder: Path, expected: dict[str, torch.Tensor]) -> N
         for offset in (CHUNK - 1, CHUNK, CHUNK + 5, size - 4):
             dist.barrier()
             if rank == 0:
-                _flip(folder / "one" / file, offset)
+                flip_bit(folder / "one" / file, offset)
             dist.barrier()
             with pytest.raises(CheckpointError, match=f"{file} is damaged: bytes"):
                 checkpoint.load(folder / "one", model, optimizer)
             assert not different(everything(model, optimizer), before)
             dist.barrier()
             if rank == 0:
-                _flip(folder / "one" / file, offset)
+                flip_bit(folder / "one" / file, offset)
             dist.barrier()
     same = checkpoint.load(folder / "one", model, optimizer)["same"]
     assert not (wrong := different(everything(model, optimizer), expected)), wrong
@@ -192,14 +193,6 @@ def _load_large(rank: int, folder: Path, expected: dict[str, torch.Tensor]) -> N
     assert not same.to_local().numel() or same.to_local().data_ptr() not in addresses
     _step(model, optimizer)
     assert not (wrong := different(everything(model, optimizer), before)), wrong
-
-
-def _flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        (byte,) = opened.read(1)
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +216,7 @@ class Trap(nn.Module):
 
     def set_extra_state(self, state: int) -> None:
         if self.harmed is not None:
-            _flip(self.harmed, self.harmed.stat().st_size - 1)
+            flip_bit(self.harmed)
 
     def forward(self) -> torch.Tensor:
         return self.one.square().sum()

@@ -148,17 +148,6 @@ def _copy(intact: Path, path: Path, sequence: int, token: str) -> None:
     sign(path, sequence=sequence, token=token)
 
 
-def _one(rank: int, path: str) -> None:
-    checkpoint.save(path, *sharded_net(1))
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "intact"
-    run_ranks(_one, str(path), world_size=1)
-    return path
-
-
 def test_what_is_as_new_or_newer_is_not_rotated_away(intact: Path, tmp_path: Path) -> None:
     for name, sequence in {"old": 1, "a": 2, "mine": 2, "z": 2, "newer": 5}.items():
         _copy(intact, tmp_path / name, sequence, name)

@@ -20,7 +20,7 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk, chunk_checkpoint
 from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.rivals import meet, save_beside, start, winner
 
 pytestmark = pytest.mark.slow
@@ -127,25 +127,26 @@ def test_a_job_that_dies_while_it_saves_its_stages_takes_nothing_with_it(tmp_pat
     assert kill_one_of_two(tmp_path, [0, 5, 12, 19]) >= 2
 
 
-def _corners(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_what_is_in_the_way_of_a_save_of_all_stages_is_named_on_all_ranks(rank: int, tmp_path: Path) -> None:
     groups = _groups([[0, 1]], rank)
     chunks, again = _chunks(groups, 0), _chunks(groups, 1)
-    layerzero.megatron.save(folder / "one", chunks, None, 3)
+    layerzero.megatron.save(tmp_path / "one", chunks, None, 3)
     dist.barrier()
     if rank == 0:
-        (folder / "one" / "complete").write_bytes(b"")  # as it was before saves had tokens
-        (folder / "half").mkdir()
-        (folder / "half" / "file").touch()
+        (tmp_path / "one" / "complete").write_bytes(b"")  # as it was before saves had tokens
+        (tmp_path / "half").mkdir()
+        (tmp_path / "half" / "file").touch()
     dist.barrier()
-    assert layerzero.megatron.load(folder / "one", again) == 3
+    assert layerzero.megatron.load(tmp_path / "one", again) == 3
     assert not different(_weights(again), _weights(chunks))
     with pytest.raises(FileExistsError, match="contains no complete checkpoint"):
-        layerzero.megatron.save(folder / "half", chunks)
-    assert (folder / "half" / "file").exists(), "whosever it is"
+        layerzero.megatron.save(tmp_path / "half", chunks)
+    assert (tmp_path / "half" / "file").exists(), "whosever it is"
     with pytest.raises((ValueError, RuntimeError), match="starts with a dot"):
-        layerzero.megatron.save(folder / ".hidden", chunks)
+        layerzero.megatron.save(tmp_path / ".hidden", chunks)
     with pytest.raises((TypeError, RuntimeError), match="cannot be saved, because checkpoints contain no code"):
-        layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
+        layerzero.megatron.save(tmp_path / "two", chunks, None, object() if rank == 1 else 3)
     with (
         mock.patch.object(
             chunk_checkpoint,
@@ -157,36 +158,29 @@ def _corners(rank: int, folder: Path) -> None:
             match=r"lacks \['layout-1-2-tensor-000-stage-001-chunk-000', .*file system that all ranks share",
         ),
     ):
-        layerzero.megatron.save(folder / "two", chunks)
+        layerzero.megatron.save(tmp_path / "two", chunks)
     dist.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["half", "one"], "nothing is left of what failed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half", "one"], "nothing is left of what failed"
 
 
-def _damaged_on_one_stage(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_checkpoint_with_one_damaged_stage_changes_none(rank: int, tmp_path: Path) -> None:
     groups = _groups([[0, 1]], rank)
     chunks, again = _chunks(groups, 0), _chunks(groups, 1)
-    layerzero.megatron.save(folder / "one", chunks)
+    layerzero.megatron.save(tmp_path / "one", chunks)
     before = _weights(again)
     if rank == 0:
-        (file,) = (folder / "one").glob("*stage-001-chunk-001/rank-00000.safetensors")
+        (file,) = (tmp_path / "one").glob("*stage-001-chunk-001/rank-00000.safetensors")
         content = bytearray(file.read_bytes())
         content[-3] ^= 4
         file.write_bytes(content)
     dist.barrier()
     with pytest.raises(CheckpointError, match="stage-001-chunk-001"):
-        layerzero.megatron.load(folder / "one", again)
+        layerzero.megatron.load(tmp_path / "one", again)
     assert not different(_weights(again), before), "nothing is changed on any stage"
-
-
-def test_a_checkpoint_with_one_damaged_stage_changes_none(tmp_path: Path) -> None:
-    run_ranks(_damaged_on_one_stage, tmp_path, world_size=2)
 
 
 def _elsewhere(apart: Any, path: Path, *args: Any) -> None:
     """Save as a rank with its own disk: the first rank does not see the files of this one."""
     _save(path, *args)
     shutil.rmtree(path)
-
-
-def test_what_is_in_the_way_of_a_save_of_all_stages_is_named_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_corners, tmp_path, world_size=2)

@@ -21,18 +21,11 @@ from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, manifest_text
 from tests.support.checkpointing import everything, sharded_net, train
-from tests.support.damaging import DATA, nested, save_intact, sign
+from tests.support.damaging import DATA, nested, sign
 from tests.support.models import different
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 FILES = ("contents.json", "manifest.json", DATA, "rank-00001.safetensors")
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "intact"
-    run_ranks(save_intact, str(path), world_size=2)
-    return path
 
 
 @pytest.fixture
@@ -103,31 +96,28 @@ def test_a_file_that_is_not_as_it_was_written_is_named(intact: Path, tmp_path: P
             assert checkpoint.latest(path.parent) is None
 
 
-def _unharmed(rank: int, path: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(rank: int, damaged: Path) -> None:
     """Damage each file in turn: no rank loads anything, and all ranks raise the same error."""
     model, optimizer = sharded_net(1, adam=True, seed=1)
     train(model, optimizer, range(1))
     before = everything(model, optimizer)
     for name in FILES:
-        content = (path / name).read_bytes()
+        content = (damaged / name).read_bytes()
         for harmed in (content[:-1], content[:200] + bytes([content[200] ^ 4]) + content[201:]):
             dist.barrier()
             if rank == 0:
-                (path / name).write_bytes(harmed)
+                (damaged / name).write_bytes(harmed)
             dist.barrier()
             with pytest.raises(CheckpointError, match=f"{name}.*is damaged"):
-                checkpoint.load(path, model, optimizer)
+                checkpoint.load(damaged, model, optimizer)
             assert not different(everything(model, optimizer), before)
         dist.barrier()
         if rank == 0:
-            (path / name).write_bytes(content)
+            (damaged / name).write_bytes(content)
         dist.barrier()
-    assert checkpoint.load(path, model, optimizer)["step"] == 1
+    assert checkpoint.load(damaged, model, optimizer)["step"] == 1
     train(model, optimizer, range(1))
-
-
-def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(damaged: Path) -> None:
-    run_ranks(_unharmed, damaged, world_size=2)
 
 
 def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> None:
@@ -225,27 +215,24 @@ class Untied(nn.Module):
             self.two.weight = self.one.weight
 
 
-def _shared(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_tensor_that_is_stored_once_fills_all_that_want_it(rank: int, tmp_path: Path) -> None:
     """Load tensors that are stored once and needed twice."""
     torch.manual_seed(0)
     net = Untied(tied=True)
     weight, seen = net.one.weight.detach().clone(), net.seen.clone()
     model = layerzero.shard_model(net, mesh=mesh_of(1), units=("one",))
     rows, extra = dict(model.named_parameters())["one.weight"], torch.arange(3)
-    checkpoint.save(folder / "tied", model, None, {"rows": rows, "seen": model.seen, "a": extra, "b": [extra]})
+    checkpoint.save(tmp_path / "tied", model, None, {"rows": rows, "seen": model.seen, "a": extra, "b": [extra]})
     for tied in (True, False):
         torch.manual_seed(1)
         again = layerzero.shard_model(Untied(tied=tied), mesh=mesh_of(2), units=("one",))
-        loaded = checkpoint.load(folder / "tied", again)
+        loaded = checkpoint.load(tmp_path / "tied", again)
         for name in ("one.weight", "two.weight")[: 1 if tied else 2]:
             assert torch.equal(dict(again.named_parameters())[name].full_tensor(), weight), f"{name} tied={tied}"
         found = loaded["rows"].full_tensor() if hasattr(loaded["rows"], "full_tensor") else loaded["rows"]
         assert torch.equal(found, weight) and torch.equal(loaded["seen"], seen) and torch.equal(again.seen, seen)
         assert loaded["a"].tolist() == loaded["b"][0].tolist() == [0, 1, 2]
-
-
-def test_a_tensor_that_is_stored_once_fills_all_that_want_it(tmp_path: Path) -> None:
-    run_ranks(_shared, tmp_path, world_size=2)
 
 
 def _endless(rank: int, folder: Path) -> None:

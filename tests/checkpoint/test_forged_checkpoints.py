@@ -22,17 +22,9 @@ from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.errors import escape_unprintable
 from layerzero.cli import app
 from tests.support.checkpointing import everything, sharded_net, train
-from tests.support.damaging import DATA, save_intact, sign
+from tests.support.damaging import DATA, sign
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "intact"
-    run_ranks(save_intact, str(path), world_size=2)
-    return path
-
 
 Change = Callable[[dict[str, Any]], Any]
 WEIGHT = "model.head.weight"  # [3, 6], in the files of both ranks

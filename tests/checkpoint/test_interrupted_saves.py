@@ -27,7 +27,7 @@ from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
 from tests.support.models import different
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -208,9 +208,10 @@ def test_a_full_disk_is_an_error_after_which_training_goes_on(tmp_path: Path, op
     assert min(failures) >= 4, "each file of a checkpoint was once the one too many"
 
 
-def _lost(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
-    checkpoint.save(folder / "step-1", model, optimizer)
+    checkpoint.save(tmp_path / "step-1", model, optimizer)
     publish = dcp_storage.publish
     harms: list[Callable[[Path], Any]] = []
 
@@ -229,15 +230,15 @@ def _lost(rank: int, folder: Path) -> None:
             with pytest.raises(
                 checkpoint.CheckpointError, match=rf"rank-00001.* {said}.*file system that all ranks share"
             ):
-                checkpoint.save(folder / "step-2", model, optimizer)
+                checkpoint.save(tmp_path / "step-2", model, optimizer)
             dist.barrier()
-            left = [path.name for path in folder.iterdir()]
+            left = [path.name for path in tmp_path.iterdir()]
             assert left == ["step-1"], (said, left)
             dist.barrier()
     finally:
         dcp_storage.publish = publish
-    (folder / str(rank)).mkdir()
-    os.chdir(folder / str(rank))
+    (tmp_path / str(rank)).mkdir()
+    os.chdir(tmp_path / str(rank))
     with pytest.raises(ValueError, match=r'path is ".*0/here" on rank 0'):
         checkpoint.save("here", model, optimizer)
     with pytest.raises(
@@ -247,8 +248,4 @@ def _lost(rank: int, folder: Path) -> None:
     dist.barrier()
     assert list(Path().iterdir()) == []
     os.chdir("/")
-    assert checkpoint.latest(folder) == folder / "step-1"
-
-
-def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_lost, tmp_path, world_size=2)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"

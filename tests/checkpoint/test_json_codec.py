@@ -17,7 +17,7 @@ import layerzero
 from layerzero import checkpoint
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import different
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 EXTRA = {
     "step": 7,
@@ -160,10 +160,11 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher", "twin"], "and leaves nothing"
 
 
-def _refused_by_one_module(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_a_module_that_refuses_its_extra_state_on_one_rank_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
     model = layerzero.shard_model(WithBuffers(seed=0), mesh=mesh_of(2))
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
-    checkpoint.save(f"{folder}/one", model, optimizer)
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
     other = layerzero.shard_model(WithBuffers(seed=1), mesh=mesh_of(2))
     its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.5), other)
     before = everything(other, its_optimizer)
@@ -176,14 +177,10 @@ def _refused_by_one_module(rank: int, folder: str) -> None:
         other.counting.set_extra_state = refuse
     began = time.monotonic()
     with pytest.raises(KeyError if rank == 1 else RuntimeError, match="a file of this machine"):
-        checkpoint.load(f"{folder}/one", other, its_optimizer)
+        checkpoint.load(f"{tmp_path}/one", other, its_optimizer)
     assert time.monotonic() - began < 20, "nobody waits for a rank that has failed"
     assert not different(everything(other, its_optimizer), before), "and nothing has been changed"
     other.counting.set_extra_state = takes
-    checkpoint.load(f"{folder}/one", other, its_optimizer)
+    checkpoint.load(f"{tmp_path}/one", other, its_optimizer)
     loaded, saved = everything(other, its_optimizer), everything(model, optimizer)
     assert different(loaded, saved) == ["buffer.scratch"], "it is in no checkpoint"
-
-
-def test_a_module_that_refuses_its_extra_state_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(_refused_by_one_module, str(tmp_path), world_size=2)

@@ -17,17 +17,9 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from tests.support.checkpointing import everything, train
-from tests.support.damaging import save_intact, sign
+from tests.support.damaging import sign
 from tests.support.models import IntegerNet, different, integer_net
-from tests.support.ranks import mesh_of, run_ranks
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "intact"
-    run_ranks(save_intact, str(path), world_size=2)
-    return path
-
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 State = dict[str, Any]
 
@@ -139,7 +131,9 @@ def _words(optimizer: Optimizer) -> list[str]:
     return [values.pop("kind", "") for values in optimizer.state.values()]
 
 
-def _round_trips(rank: int, folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(world_size=2)
+def test_whatever_an_optimizer_keeps_comes_back(rank: int, tmp_path: Path) -> None:
     """Load valid but unusual states, each into an optimizer that has stepped and one that has not."""
     cases: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], dict[str, Any]]] = {
         "amsgrad on": (torch.optim.AdamW, {"amsgrad": True}, {"amsgrad": False}),
@@ -163,7 +157,7 @@ def _round_trips(rank: int, folder: Path) -> None:
         model.shift.requires_grad_(not late)
         optimizer = layerzero.shard_optimizer(kind(model.parameters(), **saved), model)
         train(model, optimizer, range(1))
-        path = folder / f"{case}-{late}"
+        path = tmp_path / f"{case}-{late}"
         checkpoint.save(path, model, optimizer)
         words = _words(optimizer)
         for stepped in (False, True):
@@ -180,23 +174,15 @@ def _round_trips(rank: int, folder: Path) -> None:
             train(other, its_optimizer, range(1))
 
 
-@pytest.mark.slow
-def test_whatever_an_optimizer_keeps_comes_back(tmp_path: Path) -> None:
-    run_ranks(_round_trips, tmp_path, world_size=2)
-
-
-def _no_buffer_yet(rank: int, folder: Path) -> None:
+@on_ranks(world_size=1)
+def test_a_buffer_that_is_none_stays_none(rank: int, tmp_path: Path) -> None:
     """Load a state of older versions of SGD, which keep None before the first step."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
     train(model, optimizer, range(1))
     for values in optimizer.state.values():
         values["momentum_buffer"] = None
-    checkpoint.save(folder / "one", model, optimizer)
-    checkpoint.load(folder / "one", model, optimizer)
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    checkpoint.load(tmp_path / "one", model, optimizer)
     assert all(values["momentum_buffer"] is None for values in optimizer.state.values())
     train(model, optimizer, range(1))
-
-
-def test_a_buffer_that_is_none_stays_none(tmp_path: Path) -> None:
-    run_ranks(_no_buffer_yet, tmp_path, world_size=1)

@@ -25,7 +25,7 @@ from tests.support.models import (
     full_parameters,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 TOPOLOGIES = ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1))
 
@@ -105,10 +105,11 @@ class Changed(IntegerNet):
         self.register_buffer("count", torch.zeros(2))
 
 
-def _strict(rank: int, folder: str) -> None:
+@on_ranks()
+def test_what_does_not_fit_is_listed_and_nothing_is_changed(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    checkpoint.save(f"{folder}/one", model, optimizer, {"step": 1})
+    checkpoint.save(f"{tmp_path}/one", model, optimizer, {"step": 1})
     torch.manual_seed(5)
     other = layerzero.shard_model(Changed(), mesh=mesh_of(2), units=Changed.UNITS)
     other.shift.requires_grad_(True)
@@ -116,7 +117,7 @@ def _strict(rank: int, folder: str) -> None:
     its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(groups, lr=1.0, momentum=0.9), other)
     before = everything(other, its_optimizer)
     with pytest.raises(ValueError) as caught:
-        checkpoint.load(f"{folder}/one", other, its_optimizer)
+        checkpoint.load(f"{tmp_path}/one", other, its_optimizer)
     for said in (
         "head.weight: expected shape [4, 6], but the checkpoint has [3, 6]",
         "head.bias: expected shape [4], but the checkpoint has [3]",
@@ -131,9 +132,9 @@ def _strict(rank: int, folder: str) -> None:
     assert its_optimizer.param_groups[0]["lr"] == 1.0
     if rank == 0:
         with pytest.warns(UserWarning, match=r"skipped the entries that do not match: .*missing: scale"):
-            assert checkpoint.load(f"{folder}/one", other, its_optimizer, strict=False) == {"step": 1}
+            assert checkpoint.load(f"{tmp_path}/one", other, its_optimizer, strict=False) == {"step": 1}
     else:
-        assert checkpoint.load(f"{folder}/one", other, its_optimizer, strict=False) == {"step": 1}
+        assert checkpoint.load(f"{tmp_path}/one", other, its_optimizer, strict=False) == {"step": 1}
     after, saved = everything(other, its_optimizer), everything(model, optimizer)
     for name, value in after.items():
         fits = name in saved and saved[name].shape == value.shape
@@ -145,22 +146,23 @@ def _strict(rank: int, folder: str) -> None:
     with pytest.raises(
         ValueError, match=r"first\.bias; unexpected: first\.weight; unexpected: shift\. Use a separate folder"
     ):
-        checkpoint.load(f"{folder}/one", layerzero.shard_model(smaller, mesh=mesh_of(2)))
+        checkpoint.load(f"{tmp_path}/one", layerzero.shard_model(smaller, mesh=mesh_of(2)))
     with pytest.raises(
         ValueError, match=r"does not match the optimizer: missing: the optimizer state\. Load the model without"
     ):
-        checkpoint.save(f"{folder}/bare", model)
-        checkpoint.load(f"{folder}/bare", model, optimizer)
+        checkpoint.save(f"{tmp_path}/bare", model)
+        checkpoint.load(f"{tmp_path}/bare", model, optimizer)
 
 
-def _another_model(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_another_models_checkpoint_is_told_in_a_few_lines(rank: int, tmp_path: Path) -> None:
     """Load 28 parameters into other names or shapes; a single message covers all of them."""
     net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(14)))
     model = layerzero.shard_model(net, mesh=mesh_of(2))
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9), model)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    checkpoint.save(f"{folder}/one", model, optimizer)
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
     other = nn.Sequential(*(nn.Linear(3, 3 if place < 7 else 4) for place in range(7)), nn.Linear(3, 5))
     for place in range(20):
         other.add_module(f"further{place}", nn.Linear(5, 5))
@@ -168,7 +170,7 @@ def _another_model(rank: int, folder: str) -> None:
     its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), momentum=0.9), other)
     before = everything(other, its_optimizer)
     with pytest.raises(ValueError) as caught:
-        checkpoint.load(f"{folder}/one", other, its_optimizer)
+        checkpoint.load(f"{tmp_path}/one", other, its_optimizer)
     message = str(caught.value)
     for said in (
         "one does not match the model or the optimizer: 42 of 56 tensors of the model do not match",
@@ -184,35 +186,25 @@ def _another_model(rank: int, folder: str) -> None:
     with pytest.raises(
         ValueError, match=r"one does not match the model: unexpected: 10\.bias, 10\.weight, 11\.bias and 19 more"
     ):
-        checkpoint.load(f"{folder}/one", shallow)
+        checkpoint.load(f"{tmp_path}/one", shallow)
 
 
-def test_another_models_checkpoint_is_told_in_a_few_lines(tmp_path: Path) -> None:
-    run_ranks(_another_model, str(tmp_path), world_size=2)
-
-
-def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
-    run_ranks(_strict, str(tmp_path))
-
-
-def _dtypes(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_a_dtype_that_would_lose_digits_is_refused(rank: int, tmp_path: Path) -> None:
     for trained in (False, True):
         net = integer_net().to(torch.bfloat16).requires_grad_(trained)
         model = layerzero.shard_model(net, mesh=mesh_of(2))
-        checkpoint.save(f"{folder}/{trained}", model)
+        checkpoint.save(f"{tmp_path}/{trained}", model)
     wide = layerzero.shard_model(integer_net(1), mesh=mesh_of(2))
-    checkpoint.load(f"{folder}/False", wide)
+    checkpoint.load(f"{tmp_path}/False", wide)
     assert not different(full_parameters(wide), dict(integer_net().named_parameters())), "bf16 fits into fp32"
     with pytest.raises(ValueError, match=r"shift: expected torch.bfloat16, but the checkpoint has torch.float32"):
         frozen = integer_net().to(torch.bfloat16).requires_grad_(False)
-        checkpoint.load(f"{folder}/True", layerzero.shard_model(frozen, mesh=mesh_of(2)))
+        checkpoint.load(f"{tmp_path}/True", layerzero.shard_model(frozen, mesh=mesh_of(2)))
 
 
-def test_a_dtype_that_would_lose_digits_is_refused(tmp_path: Path) -> None:
-    run_ranks(_dtypes, str(tmp_path), world_size=2)
-
-
-def _groups(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_groups_are_matched_by_the_names_of_their_parameters(rank: int, tmp_path: Path) -> None:
     def built(net: nn.Module, *groups: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
         model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
         named = dict(model.named_parameters())
@@ -225,23 +217,20 @@ def _groups(rank: int, folder: str) -> None:
     model, optimizer = built(
         integer_net(), {"params": weights, "lr": 0.5, "weight_decay": 0.1}, {"params": others, "lr": torch.tensor(0.25)}
     )
-    checkpoint.save(f"{folder}/one", model, optimizer)
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
     first = {"params": others[:1]}
     model, optimizer = built(integer_net(), first, {"params": weights, "momentum": 0.5}, {"params": others[1:]})
-    checkpoint.load(f"{folder}/one", model, optimizer)
+    checkpoint.load(f"{tmp_path}/one", model, optimizer)
     found = [(float(g["lr"]), g["weight_decay"], g["momentum"]) for g in optimizer.param_groups]
     assert found == [(0.25, 0, 0), (0.5, 0.1, 0), (0.25, 0, 0)], "by name, not by place"
     model, optimizer = built(integer_net(), {"params": names})
     with pytest.raises(ValueError, match="saved in groups with different lr, weight_decay"):
-        checkpoint.load(f"{folder}/one", model, optimizer)
+        checkpoint.load(f"{tmp_path}/one", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
-    run_ranks(_groups, str(tmp_path), world_size=2)
-
-
-def _empty_groups(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_settings_of_groups_without_parameters_come_back(rank: int, tmp_path: Path) -> None:
     def built(names: list[str], *rates: float) -> tuple[nn.Module, Optimizer]:
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
         named, (first, second, third) = dict(model.named_parameters()), rates
@@ -251,11 +240,11 @@ def _empty_groups(rank: int, folder: str) -> None:
     names = [name for name, _ in integer_net().named_parameters()]
     model, optimizer = built(names, 0.5, 0.25, 0.125)
     train(model, optimizer, range(1))
-    checkpoint.save(f"{folder}/one", model, optimizer)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/dcp")
     loads: dict[str, Any] = {
-        "checkpoint.load": lambda model, other: checkpoint.load(f"{folder}/one", model, other),
-        "load_dcp": lambda model, other: checkpoint.load_dcp(f"{folder}/dcp", model, other),
+        "checkpoint.load": lambda model, other: checkpoint.load(f"{tmp_path}/one", model, other),
+        "load_dcp": lambda model, other: checkpoint.load_dcp(f"{tmp_path}/dcp", model, other),
         "state_dict": lambda model, other: other.load_state_dict(optimizer.state_dict()),
         "by name": lambda model, other: other.load_state_dict(optimizer.state_dict_by_name()),
         "full": lambda model, other: other.load_state_dict(optimizer.full_state_dict(rank0_only=False)),
@@ -264,10 +253,6 @@ def _empty_groups(rank: int, folder: str) -> None:
         fresh, other = built(names, 1.0, 1.0, 1.0)
         load(fresh, other)
         assert [group["lr"] for group in other.param_groups] == [0.5, 0.25, 0.125], name
-
-
-def test_settings_of_groups_without_parameters_come_back(tmp_path: Path) -> None:
-    run_ranks(_empty_groups, str(tmp_path), world_size=2)
 
 
 def _numbered(rank: int, folder: str, saves: bool) -> dict[str, dict[str, Tensor]]:
@@ -295,26 +280,23 @@ def test_numbered_state_that_torch_saved_loads_on_other_ranks(tmp_path: Path) ->
         assert not (wrong := different(loaded[name], expected)), f"{name}: {wrong}"
 
 
-def _model_state(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_buffers_tied_weights_and_extra_states_come_back(rank: int, tmp_path: Path) -> None:
     net = WithBuffers(seed=1)
     expected = {name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     net.counting.calls = 17
     model = layerzero.shard_model(net, mesh=mesh_of(2), units=WithBuffers.UNITS)
-    checkpoint.save(f"{folder}/one", model)
-    stored = json.loads(Path(folder, "one", "contents.json").read_text())
+    checkpoint.save(f"{tmp_path}/one", model)
+    stored = json.loads(Path(tmp_path, "one", "contents.json").read_text())
     names = [name for name in stored["tensors"] if "embedding" in name or "head" in name]
     assert names == ["model.embedding.weight"], "tied weights are stored once"
     for zero3_size in (1, 2):
         other = layerzero.shard_model(WithBuffers(seed=2), mesh=mesh_of(zero3_size), units=None)
-        checkpoint.load(f"{folder}/one", other)
+        checkpoint.load(f"{tmp_path}/one", other)
         whole = layerzero.full_state_dict(other, rank0_only=False)
         assert not different({n: v for n, v in whole.items() if isinstance(v, Tensor)}, expected)
         assert other.counting.calls == 17
         assert other.scratch.tolist() == [2, 2]
-
-
-def test_buffers_tied_weights_and_extra_states_come_back(tmp_path: Path) -> None:
-    run_ranks(_model_state, str(tmp_path), world_size=2)
 
 
 def _rotation(rank: int, folder: str) -> list[str]:
@@ -342,16 +324,13 @@ def test_only_the_last_checkpoints_are_kept_and_latest_finds_the_last(tmp_path: 
     assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
 
 
-def _not_there(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_a_path_without_a_checkpoint_is_an_error(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     with pytest.raises((FileNotFoundError, RuntimeError), match="there is no checkpoint at"):
-        checkpoint.load(f"{folder}/none", model, optimizer)
+        checkpoint.load(f"{tmp_path}/none", model, optimizer)
     with pytest.raises(checkpoint.CheckpointError, match=r"it has no manifest\.json"):
-        checkpoint.load(folder, model, optimizer)
-
-
-def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    run_ranks(_not_there, str(tmp_path), world_size=2)
+        checkpoint.load(tmp_path, model, optimizer)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
@@ -364,7 +343,8 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
         assert load_file(path)
 
 
-def _ignored(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_ignored_parameters_and_their_state_come_back(rank: int, tmp_path: Path) -> None:
     def built(seed: int, zero3_size: int) -> tuple[nn.Module, Optimizer]:
         net = integer_net(seed)
         model = layerzero.shard_model(
@@ -376,9 +356,9 @@ def _ignored(rank: int, folder: str) -> None:
     train(model, optimizer, range(2))
     dist.broadcast(model.first.weight.data, 0)  # layerzero does not touch it
     dist.broadcast(optimizer.state[model.first.weight]["momentum_buffer"], 0)
-    checkpoint.save(f"{folder}/one", model, optimizer)
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
     again, its_optimizer = built(1, 1)
-    checkpoint.load(f"{folder}/one", again, its_optimizer)
+    checkpoint.load(f"{tmp_path}/one", again, its_optimizer)
     for saved, loaded in ((_parameters(model), _parameters(again)), (_state(optimizer), _state(its_optimizer))):
         assert not (wrong := different(loaded, saved)), wrong
     assert "first.weight.momentum_buffer" in _state(its_optimizer)
@@ -395,7 +375,3 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
     state = optimizer.state_dict_by_name()["state"]
     return {f"{name}.{key}": _whole(value) for name, values in state.items() for key, value in values.items()}
-
-
-def test_ignored_parameters_and_their_state_come_back(tmp_path: Path) -> None:
-    run_ranks(_ignored, str(tmp_path), world_size=2)

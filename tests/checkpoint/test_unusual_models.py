@@ -24,7 +24,7 @@ from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
 class Scale(nn.Module):
@@ -53,7 +53,8 @@ def _wrapped(value: float, wrap: Any, ignored: bool) -> nn.Module:
     return layerzero.shard_model(net, mesh=mesh_of(2), ignored_params=[scale] if ignored else None)
 
 
-def _wrappers(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_wrappers_and_extra_states_do_not_change_what_is_saved(rank: int, tmp_path: Path) -> None:
     wraps = {
         "bare": lambda module: module,
         "compiled": partial(torch.compile, backend="eager"),
@@ -66,12 +67,12 @@ def _wrappers(rank: int, folder: str) -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-            checkpoint.save(f"{folder}/{ignored}-{kind}", model, optimizer)
+            checkpoint.save(f"{tmp_path}/{ignored}-{kind}", model, optimizer)
     for ignored in (False, True):
         for kind, other in (("bare", "compiled"), ("compiled", "recomputed"), ("recomputed", "bare")):
             model = _wrapped(5.0, wraps[other], ignored)
             optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model)
-            checkpoint.load(f"{folder}/{ignored}-{kind}", model, optimizer)
+            checkpoint.load(f"{tmp_path}/{ignored}-{kind}", model, optimizer)
             case = f"{kind} -> {other}, ignored={ignored}"
             amax = next(module for module in model.modules() if isinstance(module, Scale)).amax
             assert amax.tolist() == [1.0 if ignored else 2.0] * 3, case
@@ -82,40 +83,34 @@ def _wrappers(rank: int, folder: str) -> None:
                 assert "momentum_buffer" in optimizer.state[parameter], f"{case}: {name}"
 
 
-def test_wrappers_and_extra_states_do_not_change_what_is_saved(tmp_path: Path) -> None:
-    run_ranks(_wrappers, str(tmp_path), world_size=2)
-
-
-def _odd_entries(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_what_a_state_dict_hook_makes_is_refused_instead_of_lost(rank: int, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = layerzero.shard_model(net, mesh=mesh_of(2))
-    checkpoint.save(f"{folder}/one", model)
+    checkpoint.save(f"{tmp_path}/one", model)
     model.register_state_dict_post_hook(
         lambda module, state, prefix, metadata: state.update({f"{prefix}1.running_mean": torch.ones(2)})
     )
     with pytest.raises((TypeError, RuntimeError), match=r"state_dict\(\) has 1\.running_mean, which is no parameter"):
-        checkpoint.save(f"{folder}/two", model)
+        checkpoint.save(f"{tmp_path}/two", model)
     with pytest.raises(ValueError, match=r"1\.running_mean is added by a state_dict\(\) hook"):
-        checkpoint.load(f"{folder}/one", model)
+        checkpoint.load(f"{tmp_path}/one", model)
 
 
-def test_what_a_state_dict_hook_makes_is_refused_instead_of_lost(tmp_path: Path) -> None:
-    run_ranks(_odd_entries, str(tmp_path), world_size=2)
-
-
-def _in_part(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_what_fits_is_loaded_and_everything_else_stays(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
     ema = layerzero.EMA(model)
     ema.update()
-    checkpoint.save(f"{folder}/model", model)
-    checkpoint.save(f"{folder}/all", model, optimizer, {"ema": ema.state_dict(), "step": 1})
+    checkpoint.save(f"{tmp_path}/model", model)
+    checkpoint.save(f"{tmp_path}/all", model, optimizer, {"ema": ema.state_dict(), "step": 1})
 
     other, its_optimizer = sharded_net(2, seed=1)
     train(other, its_optimizer, range(1))
     before = everything(other, its_optimizer)
     with _warned(rank, "missing: the optimizer"):
-        checkpoint.load(f"{folder}/model", other, its_optimizer, strict=False)
+        checkpoint.load(f"{tmp_path}/model", other, its_optimizer, strict=False)
     after = everything(other, its_optimizer)
     assert not different(full_parameters(other), full_parameters(model))
     kept = {name for name, value in after.items() if torch.equal(value, before[name])}
@@ -130,7 +125,7 @@ def _in_part(rank: int, folder: str) -> None:
     optimizer.step()
     before = everything(model, optimizer)
     with _warned(rank, r"extra\.ema\.averages\.head\.weight has the sharding of head\.weight"):
-        extra = checkpoint.load(f"{folder}/all", model, optimizer, strict=False)
+        extra = checkpoint.load(f"{tmp_path}/all", model, optimizer, strict=False)
     assert extra["step"] == 1
     assert extra["ema"]["averages"]["head.weight"] is None
     assert extra["ema"]["averages"]["first.weight"].shape == (6, 5)
@@ -142,49 +137,40 @@ def _warned(rank: int, match: str) -> Any:
     return pytest.warns(UserWarning, match=match) if rank == 0 else pytest.MonkeyPatch.context()
 
 
-def test_what_fits_is_loaded_and_everything_else_stays(tmp_path: Path) -> None:
-    run_ranks(_in_part, str(tmp_path), world_size=2)
-
-
-def _shapes_without_elements(rank: int, folder: str) -> None:
+@on_ranks()
+def test_parameters_without_elements_can_be_saved(rank: int, tmp_path: Path) -> None:
     for shape in ((4, 0), (0, 4), (0,), (1, 1)):
         net = nn.ParameterDict({"e": nn.Parameter(torch.zeros(shape)), "w": nn.Parameter(torch.ones(3))})
         model = layerzero.shard_model(net, mesh=mesh_of(2))
         name = "x".join(map(str, shape))
-        checkpoint.save(f"{folder}/{name}", model)
-        checkpoint.load(f"{folder}/{name}", model)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp-{name}")
-        checkpoint.load_dcp(f"{folder}/dcp-{name}", model)
+        checkpoint.save(f"{tmp_path}/{name}", model)
+        checkpoint.load(f"{tmp_path}/{name}", model)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/dcp-{name}")
+        checkpoint.load_dcp(f"{tmp_path}/dcp-{name}", model)
 
 
-def test_parameters_without_elements_can_be_saved(tmp_path: Path) -> None:
-    run_ranks(_shapes_without_elements, str(tmp_path))
-
-
-def _values(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_values_are_stored_as_they_look_and_compared_whole(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     z = torch.tensor([1 + 2j])
     extra = {"conjugate": z.conj(), "negative": z.conj().imag, "reversed": np.arange(3)[::-1]}
-    checkpoint.save(f"{folder}/one", model, optimizer, extra)
-    checkpoint.save_async(f"{folder}/two", model, optimizer, extra).wait()
+    checkpoint.save(f"{tmp_path}/one", model, optimizer, extra)
+    checkpoint.save_async(f"{tmp_path}/two", model, optimizer, extra).wait()
     for name in ("one", "two"):
-        loaded = checkpoint.load(f"{folder}/{name}", model, optimizer)
+        loaded = checkpoint.load(f"{tmp_path}/{name}", model, optimizer)
         assert loaded["conjugate"].tolist() == [1 - 2j]
         assert loaded["negative"].tolist() == [-2]
         assert loaded["reversed"].tolist() == [2, 1, 0]
     for value in (torch.zeros(1, dtype=torch.complex128), torch.zeros(2, device="meta"), torch.eye(2).to_sparse()):
         with pytest.raises((TypeError, RuntimeError), match=r"extra\.odd: a .* cannot be stored in a safetensors file"):
-            checkpoint.save(f"{folder}/three", model, optimizer, {"odd": value})
+            checkpoint.save(f"{tmp_path}/three", model, optimizer, {"odd": value})
     for one, other in (([1, 2], (1, 2)), ([1], [1, 2]), ([checkpoint.per_rank(0)], [0])):
         with pytest.raises(ValueError, match=r"extra\.it"):
-            checkpoint.save(f"{folder}/three", model, optimizer, {"it": other if rank else one})
+            checkpoint.save(f"{tmp_path}/three", model, optimizer, {"it": other if rank else one})
 
 
-def test_values_are_stored_as_they_look_and_compared_whole(tmp_path: Path) -> None:
-    run_ranks(_values, str(tmp_path), world_size=2)
-
-
-def _optimizers(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_hyperparameters_that_are_tensors_and_other_optimizers(rank: int, tmp_path: Path) -> None:
     def built(*groups: slice, lr: Any) -> tuple[nn.Module, Optimizer]:
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(2))
         named = list(model.named_parameters())
@@ -194,10 +180,10 @@ def _optimizers(rank: int, folder: str) -> None:
     model, optimizer = built(slice(0, 3), slice(3, None), lr=torch.tensor(0.5))
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.5)
-    checkpoint.save(f"{folder}/one", model, optimizer)
+    checkpoint.save(f"{tmp_path}/one", model, optimizer)
     model, optimizer = built(slice(None), lr=torch.tensor(0.125))
     rate = optimizer.param_groups[0]["lr"]
-    checkpoint.load(f"{folder}/one", model, optimizer)
+    checkpoint.load(f"{tmp_path}/one", model, optimizer)
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.5, "compiled steps hold the tensor"
     names = optimizer.param_groups[0]["param_names"]
     assert names == [name for name, _ in model.named_parameters()]
@@ -207,20 +193,16 @@ def _optimizers(rank: int, folder: str) -> None:
         match=r"one does not match the optimizer: the checkpoint has the state of AdamW, but the optimizer is SGD\. "
         r"Create the optimizer with the same class, parameter groups and options",
     ):
-        checkpoint.load(f"{folder}/one", model, plain_sgd)
+        checkpoint.load(f"{tmp_path}/one", model, plain_sgd)
     two_groups_model, two_groups = built(slice(0, 3), slice(3, None), lr=torch.tensor(0.5))
     two_groups.param_groups[0]["weight_decay"] = 0.5
-    checkpoint.save(f"{folder}/two", two_groups_model, two_groups)
+    checkpoint.save(f"{tmp_path}/two", two_groups_model, two_groups)
     with pytest.raises(ValueError, match=r"two does not match the optimizer: .* different weight_decay.*\. Create the"):
-        checkpoint.load(f"{folder}/two", model, optimizer)
+        checkpoint.load(f"{tmp_path}/two", model, optimizer)
     ema = layerzero.EMA(model)
     ema.update()
     with ema.swapped(), pytest.raises(RuntimeError, match=r"inside EMA\.swapped"):
-        checkpoint.load(f"{folder}/one", model, optimizer)
-
-
-def test_hyperparameters_that_are_tensors_and_other_optimizers(tmp_path: Path) -> None:
-    run_ranks(_optimizers, str(tmp_path), world_size=2)
+        checkpoint.load(f"{tmp_path}/one", model, optimizer)
 
 
 def _no_memory(rank: int, folder: str) -> None:
@@ -253,13 +235,14 @@ def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["three", "two"]
 
 
-def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_what_comes_after_the_rename_does_not_fail_the_save(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     flush, calls = publish.flush_folder, []
 
     def refuse(path: Path) -> None:
         calls.append(path)
-        if path == Path(folder):
+        if path == Path(tmp_path):
             raise PermissionError(path)
         flush(path)
 
@@ -267,16 +250,12 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
     try:
         if rank == 0:
             with pytest.warns(UserWarning, match="could not be flushed"):
-                checkpoint.save(f"{folder}/one", model, optimizer)
+                checkpoint.save(f"{tmp_path}/one", model, optimizer)
         else:
-            checkpoint.save(f"{folder}/one", model, optimizer)
+            checkpoint.save(f"{tmp_path}/one", model, optimizer)
     finally:
         publish.flush_folder = flush
-    checkpoint.load(f"{folder}/one", model, optimizer)
-
-
-def test_what_comes_after_the_rename_does_not_fail_the_save(tmp_path: Path) -> None:
-    run_ranks(_folder_that_cannot_be_flushed, str(tmp_path), world_size=2)
+    checkpoint.load(f"{tmp_path}/one", model, optimizer)
 
 
 def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -> None:

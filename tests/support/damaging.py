@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import numpy as np
 import torch
 
 from layerzero import checkpoint
-from layerzero.checkpoint.checksums import ChecksumScheme, ChunkHasher
+from layerzero.checkpoint import safetensors_files
+from layerzero.checkpoint.checksums import ChecksumScheme, ChunkHasher, FileRecord
 from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
 
@@ -29,6 +32,32 @@ def save_intact(rank: int, path: str) -> None:
         "others": [{1: b"x", 2.5: float("inf")}, torch.float32, None, ("a", {"b": [True]})],
     }
     checkpoint.save(path, model, optimizer, extra)
+
+
+def flip_bit(path: Path, offset: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@contextmanager
+def bad_disk(name: str = "rank-00001.safetensors", *, lies: bool = False) -> Iterator[None]:
+    """Let a write of the data file `name` fail on this rank, or silently write another bit."""
+    write = safetensors_files.write_file
+
+    def badly(path: Path, content: Any) -> FileRecord:
+        if path.name == name and not lies:
+            raise OSError(28, "No space left on device")
+        record = write(path, content)
+        if path.name == name:
+            flip_bit(path)
+        return record
+
+    safetensors_files.write_file = badly
+    try:
+        yield
+    finally:
+        safetensors_files.write_file = write
 
 
 def nested(depth: int) -> Any:
