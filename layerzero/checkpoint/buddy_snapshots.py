@@ -132,13 +132,20 @@ def transfer(
 
 
 @contextmanager
-def raising_on_all_ranks(comm: Communicator) -> Iterator[None]:
-    """Run the body on all ranks. If its files cannot be read or written on any rank, raise CheckpointError on all."""
+def raising_on_all_ranks(comm: Communicator, folder: Path) -> Iterator[None]:
+    """Run the body on all ranks. If it cannot read or write files on any rank, raise CheckpointError on all ranks.
+
+    Args:
+        folder: folder in which the body writes.
+    """
     failure = ""
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         failure = f"rank {comm.rank}: {error}"
+    except OSError as error:
+        free = shutil.disk_usage(folder.parent).free
+        failure = f"rank {comm.rank}: {error}. {folder.parent} has {free:,} bytes of free space"
     if failures := [text for text in all_gather_text(comm, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
@@ -265,11 +272,11 @@ class Buddies:
             shutil.rmtree(self.folder / old, ignore_errors=True)
         folder = self.folder / token
         try:
-            with self._storing():
+            with raising_on_all_ranks(self._comm, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 record, chunks = self._write(folder, state)
             texts = all_gather_text(self._comm, json.dumps([record.name, record.size]))
-            with self._storing():
+            with raising_on_all_ranks(self._comm, self.folder):
                 if self._sender is not None:
                     name, size = json.loads(texts[self._sender])
                     allocate_file(folder / name, size)
@@ -282,18 +289,6 @@ class Buddies:
         first = state.document if self._comm.rank == 0 else None
         write = partial(self._exchange_and_publish, folder, record, [asdict(record), chunks, state.own, first])
         self._pending = PendingSave(write, f"{_WHAT}.snapshot", lz_state.optimizers)
-
-    @contextmanager
-    def _storing(self) -> Iterator[None]:
-        """Run the body on all ranks. If a rank has too little memory, raise an error on all ranks."""
-        with agreed(f"{_WHAT}.snapshot", self._lz_state):
-            try:
-                yield
-            except OSError as error:
-                free = shutil.disk_usage(self.folder).free
-                raise CheckpointError(
-                    f"the snapshot could not be stored: {error}. {self.folder.parent} has {free:,} bytes of free space"
-                ) from error
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all nodes. If the snapshot failed, raise its error."""
@@ -339,7 +334,7 @@ class Buddies:
         try:
             rank_entries = [json.loads(text) for text in all_gather_text(comm, json.dumps(message))]
             records = [FileRecord(**entry) for entry, *_ in rank_entries]
-            with raising_on_all_ranks(comm):
+            with raising_on_all_ranks(comm, self.folder):
                 self._swap_files(folder, record, None if self._sender is None else records[self._sender])
                 if is_first:
                     self._write_shared_files(folder, records, rank_entries)
@@ -432,7 +427,7 @@ class Buddies:
         intact = next(filter(None, all_gather_text(self._comm, text)), "")
         if not intact:
             raise CheckpointError(f"snapshot {token} has no intact manifest")
-        with raising_on_all_ranks(self._comm):
+        with raising_on_all_ranks(self._comm, self.folder):
             folder.mkdir(mode=0o700, exist_ok=True)
             if not text and self._is_first_on_node:
                 created.append(folder / MANIFEST)
@@ -476,7 +471,7 @@ class Buddies:
                 receivers.setdefault((self._nodes[rank], name), rank)
         if unavailable := sorted({f"no rank has {name}" for _, name in receivers if not holders[name]}):
             raise CheckpointError("; ".join(unavailable))
-        with raising_on_all_ranks(comm):
+        with raising_on_all_ranks(comm, self.folder):
             for name in [name for (_, name), rank in receivers.items() if rank == comm.rank]:
                 created += [folder / f".{name}", folder / name]
                 allocate_file(folder / f".{name}", records[name].size)

@@ -37,7 +37,8 @@ class Manifest:
         scheme: checksum scheme of all files.
         sequence: sequence number, which increases with every save into a folder. :func:`layerzero.checkpoint.latest`
             returns the checkpoint with the largest sequence number.
-        token: token of the save; see [Note: Concurrent saves to one path] in publish.py.
+        token: token of the save, by which ranks notice that they have read different checkpoints; see [Note: Concurrent
+            saves to one path] in publish.py.
         finite: whether all values of the trained tensors were finite, or None if the values were not checked.
     """
 
@@ -45,7 +46,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     scheme: ChecksumScheme
     sequence: int
-    token: str | None = None
+    token: str
     finite: bool | None = None
 
     @classmethod
@@ -81,7 +82,7 @@ class Manifest:
             intact = text == manifest_text(fields) and fields["format"] == FORMAT
             records = {name: FileRecord(name, size, sums) for name, (size, sums) in fields["files"].items()}
             scheme = ChecksumScheme(**fields["checksums"])
-            sequence, token, finite = int(fields["sequence"]), fields.get("token"), fields.get("finite")
+            sequence, token, finite = int(fields["sequence"]), str(fields["token"]), fields.get("finite")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact:
@@ -121,12 +122,6 @@ class Manifest:
         if name not in self.files:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
         return self.folder / name
-
-    @property
-    def identity(self) -> str:
-        """Digest of the names, sizes and checksums of all files. Different checkpoints have different digests."""
-        files = sorted((record.name, record.size, record.sums) for record in self.files.values())
-        return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
 
     @property
     def text(self) -> bytes:

@@ -195,25 +195,23 @@ def publish_folder(partial: Path, path: Path, is_there: Callable[[], bool], *, o
                 raise PathTakenError.at(path)
             require_only_checkpoint_files(path)
             replaced = partial if _swap_paths(partial, path) else hide_folder(path, "replaced")
+        failure: OSError | None = None
         try:
             if replaced != partial:
                 os.rename(partial, path)
-        except OSError:
-            if not is_there():  # NFS may report that a rename failed although it succeeded
-                path_exists = os.path.lexists(path)
-                _restore_replaced(replaced, partial, path, partial_stat)
-                if path_exists:
-                    raise PathTakenError.at(path) from None
-                raise
-        else:
-            if not is_there():
-                _restore_replaced(replaced, partial, path, partial_stat)
-                raise CheckpointError(
-                    f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
-                    "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
-                    "checkpoints of all jobs in a folder. Use a separate folder for each run, on a file system with "
-                    "atomic renames"
-                )
+        except OSError as error:  # NFS may report that a rename failed although it succeeded
+            failure = error
+        if not is_there():
+            path_exists = os.path.lexists(path)
+            _restore_replaced(replaced, partial, path, partial_stat)
+            if failure is not None:
+                raise PathTakenError.at(path) if path_exists else failure
+            raise CheckpointError(
+                f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
+                "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
+                "checkpoints of all jobs in a folder. Use a separate folder for each run, on a file system with "
+                "atomic renames"
+            )
     try:
         flush_folder(path.parent)
     except OSError as error:  # only warn, because the checkpoint exists

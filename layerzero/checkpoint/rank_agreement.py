@@ -12,7 +12,7 @@ from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
 from layerzero.extend import LayerZeroState, ParamView, require_equal, require_numpy
 
-__all__ = ["PathLike", "agree_or_raise", "agreed", "check_checkpoint_arguments", "convert_dcp_exception"]
+__all__ = ["PathLike", "agreed", "check_checkpoint_arguments", "convert_dcp_exception"]
 
 PathLike = str | os.PathLike[str]
 
@@ -46,15 +46,8 @@ def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] 
         raise
     except Exception as error:
         failure = error
-    agree_or_raise(subject, lz_state, {} if fields is None else fields, failure)
-
-
-def agree_or_raise(
-    subject: str, lz_state: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
-) -> None:
-    """Raise an error on all ranks unless no rank has failed and `fields` are equal; see :func:`agreed`."""
     try:
-        require_equal(subject, fields, ranks=lz_state.ranks.ranks, failure=failure)
+        require_equal(subject, {} if fields is None else fields, ranks=lz_state.ranks.ranks, failure=failure)
     except RuntimeError as error:
         for name, kind in _KINDS.items():  # so that all ranks can try another checkpoint or another path
             if failure is None and f"failed with {name}:" in str(error):

@@ -279,7 +279,7 @@ class CheckpointFiles(TensorFiles):
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
         self.contents = CheckpointContents.read(manifest)
-        self.fingerprint = manifest.identity
+        self.fingerprint = manifest.token
         self._manifest = manifest
 
     def path_of(self, file: str) -> Path:

@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from layerzero import checkpoint
 from layerzero.checkpoint import buddy_snapshots
 from layerzero.checkpoint.buddy_snapshots import _partners
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.crashing import forks
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
@@ -72,10 +73,7 @@ def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: 
     for snapshot in home.iterdir():
         files = {file.name for file in snapshot.glob("*.safetensors")}
         assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
-    dist.barrier()
-    if rank == 0:
-        _lose(_node(tmp_path, 3))
-    dist.barrier()
+    on_first_rank(_lose, _node(tmp_path, 3))
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
     found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == {"step": 5, "mine": rank}
@@ -123,13 +121,10 @@ def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path)
     model, optimizer = sharded_net(2, adam=True)
     keeper = _buddies(tmp_path, model, optimizer)
     long_ago = time.time() - 1e6
-    buddy_snapshots.time.time = lambda: long_ago
-    try:
+    with mock.patch.object(buddy_snapshots.time, "time", lambda: long_ago):
         for step in range(4):
             keeper.snapshot(step)
         keeper.wait()
-    finally:
-        buddy_snapshots.time.time = _NOW
     dist.barrier()
     if rank == 0:
         (tmp_path / "node1").rename(tmp_path / "away")

@@ -28,7 +28,7 @@ from layerzero.checkpoint.checksums import (
     read_pieces,
 )
 from layerzero.checkpoint.manifest import Manifest
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, on_first_rank, sharded_net
 from tests.support.damaging import flip_bit
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -97,8 +97,7 @@ def _without_xxhash() -> Iterator[None]:
 
 
 def _poor(rank: int, folder: Path) -> None:
-    model, optimizer = sharded_net(1)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(1, steps=1)
     expected = everything(model, optimizer)
     checkpoint.save(folder / "fast", model, optimizer)
     assert Manifest.read(folder / "fast").scheme == ChecksumScheme("xxh3-128", CHUNK)
@@ -175,17 +174,11 @@ def _load_large(rank: int, folder: Path, expected: dict[str, torch.Tensor]) -> N
         size = (folder / "one" / file).stat().st_size
         assert size > CHUNK + 8
         for offset in (CHUNK - 1, CHUNK, CHUNK + 5, size - 4):
-            dist.barrier()
-            if rank == 0:
-                flip_bit(folder / "one" / file, offset)
-            dist.barrier()
+            on_first_rank(flip_bit, folder / "one" / file, offset)
             with pytest.raises(CheckpointError, match=f"{file} is damaged: bytes"):
                 checkpoint.load(folder / "one", model, optimizer)
             assert not different(everything(model, optimizer), before)
-            dist.barrier()
-            if rank == 0:
-                flip_bit(folder / "one" / file, offset)
-            dist.barrier()
+            on_first_rank(flip_bit, folder / "one" / file, offset)
     same = checkpoint.load(folder / "one", model, optimizer)["same"]
     assert not (wrong := different(everything(model, optimizer), expected)), wrong
     assert _addresses(model, optimizer) == addresses, "read into the memory that was there"

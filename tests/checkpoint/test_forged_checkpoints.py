@@ -21,7 +21,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.errors import escape_unprintable
 from layerzero.cli import app
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, sharded_net
 from tests.support.damaging import DATA, sign
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -44,19 +44,10 @@ def _listed(key: str, entry: Any) -> Change:
 
 HOSTILE: dict[str, Change] = {
     "a hole at the end": _chunks([DATA, [0, 0], [2, 6]]),
-    "a hole at the start": _chunks([DATA, [1, 0], [2, 6]]),
-    "a hole within": _chunks([DATA, [0, 0], [1, 6]], [DATA, [2, 0], [1, 6]]),
     "no rows": _chunks(),
-    "columns": _chunks([DATA, [0, 0], [3, 3]], [DATA, [0, 3], [3, 3]]),
-    "an overlap": _chunks([DATA, [0, 0], [2, 6]], [DATA, [1, 0], [2, 6]]),
-    "rows twice": _chunks([DATA, [0, 0], [3, 6]], [DATA, [0, 0], [3, 6]]),
-    "rows beyond": _chunks([DATA, [0, 0], [4, 6]]),
-    "negative": _chunks([DATA, [-1, 0], [4, 6]]),
-    "too wide": _chunks([DATA, [0, 0], [3, 7]]),
     "overflow": _chunks([DATA, [2**63, 0], [3, 6]]),
     "fractions": _chunks([DATA, [0.0, 0], [3.0, 6]]),
     "truth": _chunks([DATA, [False, 0], [3, 6]]),
-    "flat": _chunks([DATA, [0], [18]]),
     "elsewhere": _chunks(["../" + DATA, [0, 0], [3, 6]]),
     "absolute": _chunks(["/etc/passwd", [0, 0], [3, 6]]),
     "unlisted": _chunks(["unlisted", [0, 0], [3, 6]]),
@@ -66,8 +57,6 @@ HOSTILE: dict[str, Change] = {
     "other dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "bfloat16"),
     "no dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "nn"),
     "quantized": lambda content: content["tensors"][WEIGHT].__setitem__(0, "quint8"),
-    "number in two places": _listed("x", ["float32", [], [[DATA, [], []], [DATA, [], []]]]),
-    "number nowhere": _listed("x", ["float32", [], []]),
     "no tensor": _extra({"$tensor": "nothing"}),
     "not a key": _extra({"$tensor": ["x"]}),
     "rows of nothing": _extra({"$sharded": WEIGHT}),
@@ -97,8 +86,7 @@ def _rewrite(path: Path, change: Change) -> None:
 
 def _all_refuse(rank: int, folder: Path, named: str) -> list[str]:
     """Load every checkpoint in `folder`; return those that do not raise an error naming the file."""
-    model, optimizer = sharded_net(2, adam=True, seed=1)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, adam=True, seed=1, steps=1)
     before, loaded = everything(model, optimizer), []
     for path in sorted(folder.iterdir()):
         try:
@@ -152,12 +140,10 @@ def test_a_hostile_data_file_is_refused(intact: Path, tmp_path: Path, monkeypatc
         "long header": _safetensors(b"{}", 1000),
         "nothing": _safetensors(b"{}", data=b""),
         "deep": _safetensors(b"[" * 100_000),
-        "negative": entry(data_offsets=[-4, end]),
         "backwards": entry(data_offsets=[end, begin]),
         "beyond": entry(data_offsets=[begin + 10**9, end + 10**9]),
         "other shape": entry(shape=[columns, rows]),
         "one row": entry(shape=[1, rows * columns]),
-        "flat": entry(shape=[rows * columns]),
         "other dtype": entry(dtype="I32"),
         "overflow": entry(shape=[2**62, 2**62]),
         "other name": _safetensors(json.dumps(table).encode().replace(WEIGHT.encode(), b"other")),

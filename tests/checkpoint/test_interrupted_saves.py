@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from layerzero import checkpoint
 from layerzero.checkpoint import dcp_storage
 from layerzero.checkpoint.manifest import Manifest
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
@@ -39,8 +40,7 @@ def _second_save(folder: str, rank: int, world_size: int, victim: int, turn: int
     store = dist.FileStore(f"{folder}.store", world_size)
     store.set_timeout(TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    model, optimizer = sharded_net(world_size)
-    train(model, optimizer, range(2))
+    model, optimizer = sharded_net(world_size, steps=2)
     dist.barrier()
     if rank == victim:
         die_at(turn, half=half)
@@ -67,8 +67,7 @@ def _start(folder: Path, world_size: int, victim: int, turn: int, *, half: bool 
 
 def _first_save(rank: int, folder: str) -> list[dict[str, Tensor]]:
     """Save step-1; return the states of both steps."""
-    model, optimizer = sharded_net(1)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(1, steps=1)
     checkpoint.save(f"{folder}/step-1", model, optimizer, {"step": 1}, keep_last=1)
     first = everything(model, optimizer)
     train(model, optimizer, range(1, 2))
@@ -168,16 +167,12 @@ def _fill(folder: Path, *, free: int, pages: bool) -> None:
 
 def _crowded(rank: int, folder: Path, pages: bool) -> int:
     """Save with increasing free space until it succeeds; return the number of failures."""
-    model, optimizer = sharded_net(2)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, steps=1)
     checkpoint.save(folder / "step-1", model, optimizer, {"step": 1})
     first = everything(model, optimizer)
     said = r"step-2 could not be written: .*rank \d: OSError: .*No space left on device"
     for free in range(20):
-        dist.barrier()
-        if rank == 0:
-            _fill(folder, free=free, pages=pages)
-        dist.barrier()
+        on_first_rank(_fill, folder, free=free, pages=pages)
         try:
             if free % 2:
                 pending = checkpoint.save_async(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)
@@ -219,8 +214,7 @@ def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(rank: int, tm
         harms[-1](partial / "rank-00001.safetensors")
         publish(partial, *args, **kwargs)
 
-    dcp_storage.publish = elsewhere
-    try:
+    with mock.patch.object(dcp_storage, "publish", elsewhere):
         for harm, said in (
             (os.unlink, "is missing"),
             (lambda path: os.truncate(path, 10), "has 10 bytes"),
@@ -235,8 +229,6 @@ def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(rank: int, tm
             left = [path.name for path in tmp_path.iterdir()]
             assert left == ["step-1"], (said, left)
             dist.barrier()
-    finally:
-        dcp_storage.publish = publish
     (tmp_path / str(rank)).mkdir()
     os.chdir(tmp_path / str(rank))
     with pytest.raises(ValueError, match=r'path is ".*0/here" on rank 0'):

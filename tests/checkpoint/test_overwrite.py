@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.run_folder import clear_leftovers, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
 
@@ -26,13 +27,9 @@ BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange",
 @contextmanager
 def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> Iterator[None]:
     """Simulate a disk that cannot swap two names, or that has its own rename."""
-    exchange, real = publish._renameat2, os.rename
-    publish._renameat2 = exchange if exchanges else None
-    os.rename = rename
-    try:
+    exchange = publish._renameat2 if exchanges else None
+    with mock.patch.object(publish, "_renameat2", exchange), mock.patch.object(os, "rename", rename):
         yield
-    finally:
-        publish._renameat2, os.rename = exchange, real
 
 
 def _refuses(name: str, times: int) -> Callable[[Any, Any], None]:
@@ -85,30 +82,16 @@ def test_the_old_one_gets_its_name_back_or_is_found_without_it(rank: int, tmp_pa
     checkpoint.save(path, model, optimizer, {"step": 3}, overwrite=True)
     assert _left(tmp_path) == ["last", "other"]
     assert checkpoint.load(path, model, optimizer) == {"step": 3}
-
-
-@on_ranks(world_size=2)
-def test_the_old_one_is_not_discarded_for_a_new_one_that_cannot_be_read(rank: int, tmp_path: Path) -> None:
-    path, is_at = f"{tmp_path}/last", publish._is_at
-    model, optimizer = sharded_net(2)
-    checkpoint.save(path, model, optimizer, {"step": 1})
-    publish._is_at = lambda *_: False  # reading the manifest fails
-    try:
-        with pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint after the rename"):
-            checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
-    finally:
-        publish._is_at = is_at
-    assert _left(tmp_path) == ["last"]
-    assert checkpoint.load(path, model, optimizer) == {"step": 1}, "what is discarded is the new one"
-
-
-def _one(rank: int, path: str) -> None:
-    checkpoint.save(path, *sharded_net(1))
+    said = "does not contain the new checkpoint after the rename"
+    with mock.patch.object(publish, "_is_at", lambda *_: False), pytest.raises(checkpoint.CheckpointError, match=said):
+        checkpoint.save(path, model, optimizer, {"step": 4}, overwrite=True)  # the new one cannot be read
+    assert _left(tmp_path) == ["last", "other"]
+    assert checkpoint.load(path, model, optimizer) == {"step": 3}, "what is discarded is the new one"
 
 
 @BOTH_WAYS
-def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
-    run_ranks(_one, str(tmp_path / "last"), world_size=1)
+def test_what_another_job_has_put_there_meanwhile_stays(intact: Path, tmp_path: Path, exchanges: bool) -> None:
+    shutil.copytree(intact, tmp_path / "last")
     path, partial = tmp_path / "last", publish.partial_path(tmp_path / "last", publish.new_token())
     shutil.copytree(path, partial)
     (path / "rank-00001.safetensors").write_bytes(b"of the old one")
@@ -127,9 +110,11 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
     assert (old / "rank-00001.safetensors").exists(), "the old one is not what a failed save discards"
 
 
-def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(tmp_path: Path) -> None:
-    run_ranks(_one, str(tmp_path / "last"), world_size=1)
-    shutil.copytree(tmp_path / "last", tmp_path / "new")
+def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(
+    intact: Path, tmp_path: Path
+) -> None:
+    for name in ("last", "new"):
+        shutil.copytree(intact, tmp_path / name)
     hidden = publish.hide_folder(tmp_path / "last", "replaced")
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))

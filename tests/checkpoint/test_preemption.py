@@ -151,8 +151,7 @@ def _stuck(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    model, optimizer = sharded_net(2, shared_memory="off")
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, shared_memory="off", steps=1)
     requests = [checkpoint.on_signal(each, model, deadline=1.0, exit_code=75) for each in ASKING]
     assert len(requests) == 2
     (folder / f"ready.{rank}").touch()

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from layerzero import checkpoint
 from layerzero.checkpoint import loading, publish
 from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
 from layerzero.checkpoint.run_folder import _candidates
-from tests.support.checkpointing import everything, sharded_net, train
+from layerzero.checkpoint.safetensors_files import CheckpointFiles
+from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.damaging import bad_disk, flip_bit
 from tests.support.logs import logged
 from tests.support.models import different
@@ -124,16 +126,9 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(rank: int, tmp_path: Pat
 def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(rank: int, tmp_path: Path) -> None:
     """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(tmp_path, 2)
-    again = layerzero.checkpoint.safetensors_files.CheckpointFiles.reread
-
-    def fails_once(self) -> None:
-        layerzero.checkpoint.safetensors_files.CheckpointFiles.reread = again
-        if rank == 1:
-            raise checkpoint.CheckpointError("the disk has changed its mind")
-        again(self)
-
-    layerzero.checkpoint.safetensors_files.CheckpointFiles.reread = fails_once
-    found = checkpoint.load_latest(tmp_path, model, optimizer)
+    failure = checkpoint.CheckpointError("the disk has changed its mind")
+    with mock.patch.object(CheckpointFiles, "reread", side_effect=[failure if rank == 1 else None, None]):
+        found = checkpoint.load_latest(tmp_path, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]
     assert not different(everything(model, optimizer), states[0])
@@ -149,8 +144,7 @@ def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(rank: int, 
 def test_overwrite_replaces_a_checkpoint_and_nothing_else(rank: int, tmp_path: Path, exchanges: bool) -> None:
     model, optimizer, _ = _states_saved(tmp_path, 1)
     path, rename = f"{tmp_path}/step-0", publish._renameat2
-    publish._renameat2 = rename if exchanges else None
-    try:
+    with mock.patch.object(publish, "_renameat2", rename if exchanges else None):
         train(model, optimizer, range(1, 2))
         state = everything(model, optimizer)
         checkpoint.save(path, model, optimizer, {"step": 1}, overwrite=True)
@@ -165,16 +159,11 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(rank: int, tmp_path: P
         dist.barrier()
         checkpoint.save_async(path, model, optimizer, {"step": 2}, overwrite=True).wait()
         assert checkpoint.load(path, again, its_optimizer) == {"step": 2}
-        dist.barrier()
-        if rank == 0:
-            Path(path, "thesis.txt").write_text("mine")
-        dist.barrier()
+        on_first_rank(Path(path, "thesis.txt").write_text, "mine")
         with pytest.raises(FileExistsError, match="does not consist of checkpoint files only"):
             checkpoint.save(path, model, optimizer, overwrite=True)
         with pytest.raises(FileExistsError, match="or pass overwrite=True"):
             checkpoint.save(path, model, optimizer)
-    finally:
-        publish._renameat2 = rename
 
 
 @on_ranks(world_size=2)
@@ -232,16 +221,10 @@ def test_what_is_not_finite_is_not_saved_and_does_not_push_out_what_is(rank: int
         state.view(-1)[0] = math.inf
     with pytest.raises(checkpoint.CheckpointError, match="momentum_buffer' on rank 1"):
         checkpoint.save(f"{tmp_path}/bad", model, optimizer)
-
-
-@on_ranks(world_size=2)
-def test_a_mask_of_infinities_is_no_fault(rank: int, tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    model.register_parameter("mask", torch.nn.Parameter(torch.full((4, 4), -math.inf), requires_grad=False))
-    model.register_buffer("tail", torch.full((2,), math.inf))
-    model = layerzero.shard_model(model, mesh=mesh_of(2))
-    checkpoint.save(f"{tmp_path}/one", model)
-    checkpoint.load(f"{tmp_path}/one", model)
+    masked = torch.nn.Linear(4, 4)
+    masked.register_parameter("mask", torch.nn.Parameter(torch.full((4, 4), -math.inf), requires_grad=False))
+    masked.register_buffer("tail", torch.full((2,), math.inf))
+    checkpoint.save(f"{tmp_path}/masked", layerzero.shard_model(masked, mesh=mesh_of(2)))
 
 
 # --- random numbers ---
@@ -331,11 +314,10 @@ def test_what_a_rank_cannot_read_is_told_to_all_whatever_others_have_met(rank: i
             raise checkpoint.CheckpointError("a disk has lost it")
         return opened(manifest, **who)
 
-    loading.CheckpointFiles = meets
-    try:
-        with pytest.raises(checkpoint.CheckpointError, match="this needs xxhash"):
-            checkpoint.load_latest(tmp_path, model, optimizer)
-    finally:
-        loading.CheckpointFiles = opened
+    with (
+        mock.patch.object(loading, "CheckpointFiles", meets),
+        pytest.raises(checkpoint.CheckpointError, match="this needs xxhash"),
+    ):
+        checkpoint.load_latest(tmp_path, model, optimizer)
     assert _shown(tmp_path) == ["step-0", "step-1"]
     assert not different(everything(model, optimizer), states[1])

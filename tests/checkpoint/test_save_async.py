@@ -25,8 +25,7 @@ from tests.support.ranks import on_ranks, run_ranks
 
 @on_ranks()
 def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, steps=1)
     gate, write = threading.Event(), publish.write_file
 
     def write_late(*args, **kwargs):
@@ -50,8 +49,7 @@ def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Pa
         gate.set()
         safetensors_files.write_file = write
     dist.barrier()
-    undisturbed, its_optimizer = sharded_net(2)
-    train(undisturbed, its_optimizer, range(4))
+    undisturbed, its_optimizer = sharded_net(2, steps=4)
     assert not different(everything(model, optimizer), everything(undisturbed, its_optimizer))
     again, its_optimizer = sharded_net(4, seed=1)
     loaded = checkpoint.load(f"{tmp_path}/one", again, its_optimizer)
@@ -60,8 +58,7 @@ def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Pa
 
 
 def _save_and_destroy(rank: int, folder: str) -> str:
-    model, optimizer = sharded_net(2)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, steps=1)
     gate, write = threading.Event(), checkpoint.saving.write_tensors
 
     def write_late(*args, **kwargs):
@@ -109,8 +106,7 @@ def test_a_second_save_waits_for_the_first(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(world_size=2)
 def test_an_error_surfaces_in_wait_and_is_told_by_the_next_call_which_goes_on(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, steps=1)
     said = "could not be written: rank 1: OSError: .*No space"
     with bad_disk(), pytest.raises(checkpoint.CheckpointError, match=f"one {said}"):
         checkpoint.save_async(tmp_path / "one", model, optimizer).wait()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from layerzero.checkpoint import publish, run_folder
 from layerzero.checkpoint.background import Staging, staging_of
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.engine.hooks import get_state
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, sharded_net
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
@@ -99,15 +101,13 @@ def test_what_a_state_dict_hook_makes_is_refused_instead_of_lost(rank: int, tmp_
 
 @on_ranks(world_size=2)
 def test_what_fits_is_loaded_and_everything_else_stays(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, steps=1)
     ema = layerzero.EMA(model)
     ema.update()
     checkpoint.save(f"{tmp_path}/model", model)
     checkpoint.save(f"{tmp_path}/all", model, optimizer, {"ema": ema.state_dict(), "step": 1})
 
-    other, its_optimizer = sharded_net(2, seed=1)
-    train(other, its_optimizer, range(1))
+    other, its_optimizer = sharded_net(2, seed=1, steps=1)
     before = everything(other, its_optimizer)
     with _warned(rank, "missing: the optimizer"):
         checkpoint.load(f"{tmp_path}/model", other, its_optimizer, strict=False)
@@ -207,19 +207,11 @@ def test_hyperparameters_that_are_tensors_and_other_optimizers(rank: int, tmp_pa
 
 def _no_memory(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
-    copy = Staging.copy
-
-    def refuse(self: Staging, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if rank == 1:
-            raise MemoryError("no memory to pin")
-        return copy(self, tensors)
-
-    Staging.copy = refuse
-    try:
-        with pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
-            checkpoint.save_async(f"{folder}/one", model, optimizer)
-    finally:
-        Staging.copy = copy
+    full = (
+        mock.patch.object(Staging, "copy", side_effect=MemoryError("no memory to pin")) if rank == 1 else nullcontext()
+    )
+    with full, pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
+        checkpoint.save_async(f"{folder}/one", model, optimizer)
     staging = staging_of(get_state(model))
     broken = staging.group
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
@@ -238,23 +230,15 @@ def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -
 @on_ranks(world_size=2)
 def test_what_comes_after_the_rename_does_not_fail_the_save(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
-    flush, calls = publish.flush_folder, []
+    flush = publish.flush_folder
 
     def refuse(path: Path) -> None:
-        calls.append(path)
-        if path == Path(tmp_path):
+        if path == tmp_path:
             raise PermissionError(path)
         flush(path)
 
-    publish.flush_folder = refuse
-    try:
-        if rank == 0:
-            with pytest.warns(UserWarning, match="could not be flushed"):
-                checkpoint.save(f"{tmp_path}/one", model, optimizer)
-        else:
-            checkpoint.save(f"{tmp_path}/one", model, optimizer)
-    finally:
-        publish.flush_folder = flush
+    with mock.patch.object(publish, "flush_folder", refuse), _warned(rank, "could not be flushed"):
+        checkpoint.save(f"{tmp_path}/one", model, optimizer)
     checkpoint.load(f"{tmp_path}/one", model, optimizer)
 
 

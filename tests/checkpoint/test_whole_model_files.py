@@ -22,7 +22,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
 from layerzero.dtensor.local_shard import plain
-from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
+from tests.support.checkpointing import WithBuffers, everything, sharded_net
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -110,8 +110,7 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
 
 
 def _save_trained(rank: int, path: str) -> int:
-    model, optimizer = sharded_net(2, adam=True)
-    train(model, optimizer, range(1))
+    model, optimizer = sharded_net(2, adam=True, steps=1)
     checkpoint.save(path, model, optimizer, {"tokens": torch.arange(5)})
     return len(everything(model, optimizer))
 

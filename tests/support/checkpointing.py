@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,20 @@ GLOBAL_BATCHES = 4  # batches of a step, for any number of ranks
 
 
 def sharded_net(
-    zero3_size: int, *, units: Any = IntegerNet.UNITS, seed: int = 0, adam: bool = False, **settings: Any
+    zero3_size: int,
+    *,
+    units: Any = IntegerNet.UNITS,
+    seed: int = 0,
+    adam: bool = False,
+    steps: int = 0,
+    **settings: Any,
 ) -> tuple[nn.Module, Optimizer]:
+    """Return a sharded model and its optimizer after `steps` steps of :func:`train`."""
     model = layerzero.shard_model(integer_net(seed), mesh=mesh_of(zero3_size), units=units, **settings)
     inner = torch.optim.AdamW(model.parameters(), lr=2**-4) if adam else exact_sgd(model.parameters())
-    return model, layerzero.shard_optimizer(inner, model)
+    optimizer = layerzero.shard_optimizer(inner, model)
+    train(model, optimizer, range(steps))
+    return model, optimizer
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -52,6 +62,14 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
             found[f"optimizer.{name}.{key}"] = whole.clone()
     return found
+
+
+def on_first_rank(change: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call the function on the first rank, while the others wait before and after it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        change(*args, **options)
+    dist.barrier()
 
 
 def state_digest(model: nn.Module, optimizer: Optimizer) -> str:

@@ -83,7 +83,7 @@ def sign(
         hasher = ChunkHasher(scheme)
         hasher.update(content)
         table[name] = [len(content), hasher.hexdigest()]
-    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, **more}
+    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, "token": "0" * 16, **more}
     known = {"checksums": asdict(scheme), **known}
     (path / MANIFEST).unlink(missing_ok=True)
     (path / MANIFEST).write_bytes(manifest_text(known))
