@@ -7,10 +7,12 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tests.chaos.links import cut_cable, replaced_from_disk, replaced_from_memory, slow_cable
 from tests.chaos.ranks import EVERY, LIMIT, STEPS
 from tests.chaos.tries import RANKS, Lost, Try, died, ended, kill
+from tests.support.damaging import flip_bit
 
 FLIPS = {
     "compute weights": {"compute weights"},
@@ -20,22 +22,25 @@ FLIPS = {
 }
 
 
-def killed_rank(run: Try, draw: random.Random) -> str:
+def _signal(draw: random.Random, what: str, first: int, last: int = STEPS - 1) -> dict[str, Any]:
+    """Return a plan that sends a signal to one rank, in a step from `first` until before `last`."""
     victim = draw.randrange(RANKS)
-    plan = {"what": "kill", "rank": victim, "ranks": [victim], "step": draw.randrange(1, STEPS - 1)}
-    plan["delay"] = draw.uniform(0, 0.05)
-    died(run.start(plan), [victim])
+    plan = {"what": what, "rank": victim, "ranks": [victim], "step": draw.randrange(first, last)}
+    return plan | {"delay": draw.uniform(0, 0.05)}
+
+
+def killed_rank(run: Try, draw: random.Random) -> str:
+    plan = _signal(draw, "kill", 1)
+    died(run.start(plan), plan["ranks"])
     run.restarted(plan)
     return "survived"
 
 
 def killed_node(run: Try, draw: random.Random) -> str:
     """Kill both ranks of a node and delete its shared memory. No disk is read; a spare node hosts the first ranks."""
-    node = draw.randrange(2)
-    victims = [2 * node, 2 * node + 1]
-    plan = {"what": "kill", "rank": victims[0], "ranks": victims, "step": draw.randrange(EVERY, STEPS - 1)}
-    plan |= {"delay": draw.uniform(0, 0.05), "nodes": [[0, 0, 1, 1], [2, 2, 1 - node, 1 - node]]}
-    died(run.start(plan), victims)
+    node, plan = draw.randrange(2), _signal(draw, "kill", EVERY)
+    plan |= {"ranks": [2 * node, 2 * node + 1], "nodes": [[0, 0, 1, 1], [2, 2, 1 - node, 1 - node]]}
+    died(run.start(plan), plan["ranks"])
     shutil.rmtree(run.folder / f"node{node}")
     run.restarted(plan)
     first, at = {int(text) for text in run.texts("first.1")}, int(plan["step"])
@@ -92,9 +97,7 @@ def damaged_newest(run: Try, draw: random.Random) -> str:
     ended(run.start({}), 60)
     newest = run.folder / "saved" / f"{STEPS:06d}"
     file = draw.choice(sorted(newest.iterdir()))
-    content = bytearray(file.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    file.write_bytes(content)
+    flip_bit(file, draw.randrange(file.stat().st_size))
     run.restarted({})
     if run.texts("first.1") != [str(STEPS - EVERY)] * RANKS:
         raise Lost(f"{file.name} was damaged, and the run went on from {run.texts('first.1')}")
@@ -102,17 +105,15 @@ def damaged_newest(run: Try, draw: random.Random) -> str:
 
 
 def asked_to_leave(run: Try, draw: random.Random) -> str:
-    victim = draw.randrange(RANKS)
-    plan = {"what": "term", "rank": victim, "ranks": [victim], "step": draw.randrange(1, STEPS - 6)}
-    ended(run.start(plan | {"delay": draw.uniform(0, 0.05)}), 40, (143,))
+    plan = _signal(draw, "term", 1, STEPS - 6)
+    ended(run.start(plan), 40, (143,))
     run.restarted(plan)
     return "survived"
 
 
 def other_ranks(run: Try, draw: random.Random) -> str:
-    victim = draw.randrange(RANKS)
-    plan = {"what": "kill", "rank": victim, "ranks": [victim], "step": draw.randrange(EVERY + 1, STEPS - 1)}
-    died(run.start(plan | {"delay": draw.uniform(0, 0.05)}), [victim])
+    plan = _signal(draw, "kill", EVERY + 1)
+    died(run.start(plan), plan["ranks"])
     run.restarted(plan, 2)
     return "survived"
 

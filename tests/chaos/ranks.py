@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -27,8 +26,8 @@ from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip
-from tests.support.checkpointing import GLOBAL_BATCHES, everything, sharded_net, state_digest
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_net
+from tests.support.checkpointing import backward, sharded_net, state_digest
+from tests.support.models import IntegerNet, exact_sgd, integer_net
 
 STEPS, EVERY, LIMIT = 16, 4, 2.0
 
@@ -50,7 +49,7 @@ def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, 
         meets = attempt == 0 and step == plan.get("step")
         if meets:
             _meet(plan, rank, model)
-        _backward(model, step)
+        backward(model, step)
         if meets and flips and rank == plan["rank"]:
             _flip(plan, model, optimizer)
         try:
@@ -74,10 +73,7 @@ def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, 
             request.leave()
     if keeper is not None:
         keeper.wait()
-    digest = hashlib.sha256()
-    for name, tensor in sorted(everything(model, optimizer).items()):
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    (place / f"end.{rank}").write_text(digest.hexdigest())
+    (place / f"end.{rank}").write_text(state_digest(model, optimizer))
     dist.barrier()
     if keeper is not None:
         keeper.close()
@@ -123,13 +119,6 @@ def _gone_on(place: Path, attempt: int, plan: dict[str, Any], model: Any, optimi
         assert state_digest(model, optimizer) == found.extra["digest"], "the loaded state differs from the saved state"
     (place / f"first.{attempt}.{rank}").write_text(str(first))
     return keeper, first
-
-
-def _backward(model: Any, step: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for batch in range(rank, GLOBAL_BATCHES, world):
-        inputs, targets = integer_batch(step=step, rank=batch)
-        (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
 
 
 def _models(plan: dict[str, Any]) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from layerzero.checkpoint import buddy_snapshots
 from layerzero.checkpoint.buddy_snapshots import _partners
 from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.crashing import forks
+from tests.support.damaging import flip_bit
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -39,11 +41,6 @@ def _node(folder: Path, rank: int, ranks_of_node: int = 2) -> Path:
 
 def _home(place: Path) -> Path:
     return place / f"layerzero-{os.getuid()}-{NAME}"
-
-
-def _lose(place: Path) -> None:
-    """Lose the memory of a node."""
-    shutil.rmtree(place)
 
 
 def _buddies(folder: Path, model, optimizer, node: int | None = None) -> checkpoint.Buddies:
@@ -73,7 +70,7 @@ def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: 
     for snapshot in home.iterdir():
         files = {file.name for file in snapshot.glob("*.safetensors")}
         assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
-    on_first_rank(_lose, _node(tmp_path, 3))
+    on_first_rank(shutil.rmtree, _node(tmp_path, 3))
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
     found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == {"step": 5, "mine": rank}
@@ -111,7 +108,7 @@ def _take_one(rank: int, folder: Path):
 
 def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) -> None:
     states = run_ranks(_take_one, tmp_path)[0]
-    _lose(tmp_path / "node1")
+    shutil.rmtree(tmp_path / "node1")
     run_ranks(_on_fewer, tmp_path, states, world_size=2)
 
 
@@ -120,15 +117,14 @@ def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path)
     """Bring back a node after a long time, with more snapshots than were taken since."""
     model, optimizer = sharded_net(2, adam=True)
     keeper = _buddies(tmp_path, model, optimizer)
-    long_ago = time.time() - 1e6
-    with mock.patch.object(buddy_snapshots.time, "time", lambda: long_ago):
+    with mock.patch.object(buddy_snapshots.time, "time", return_value=time.time() - 1e6):
         for step in range(4):
             keeper.snapshot(step)
         keeper.wait()
     dist.barrier()
     if rank == 0:
         (tmp_path / "node1").rename(tmp_path / "away")
-        _lose(tmp_path / "node0")
+        shutil.rmtree(tmp_path / "node0")
     dist.barrier()
     keeper = _buddies(tmp_path, model, optimizer)
     assert keeper.load() is None
@@ -136,15 +132,12 @@ def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path)
     keeper.wait()
     dist.barrier()
     if rank == 0:
-        _lose(tmp_path / "node1")
+        shutil.rmtree(tmp_path / "node1")
         (tmp_path / "away").rename(tmp_path / "node1")
     dist.barrier()
     keeper = _buddies(tmp_path, model, optimizer)
     found = keeper.load()
     assert found is not None and found.extra == "young"
-
-
-_NOW = time.time
 
 
 @on_ranks(timeout=100)
@@ -181,21 +174,16 @@ def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: 
     state = everything(model, optimizer)
     train(model, optimizer, range(2, 3))
     real = buddy_snapshots.read_pieces
-    if rank == 1:  # the data from rank 3 arrived damaged
 
-        def damaged(path: Path, *args: object) -> None:
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-            real(path, *args)
+    def damaged(path: Path, *args: object) -> None:
+        flip_bit(path)
+        real(path, *args)
 
-        buddy_snapshots.read_pieces = damaged
-    try:
+    # The data from rank 3 arrived damaged at rank 1.
+    with mock.patch.object(buddy_snapshots, "read_pieces", damaged if rank == 1 else real):
         keeper.snapshot(3)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*rank-00003.safetensors is damaged"):
             keeper.wait()
-    finally:
-        buddy_snapshots.read_pieces = real
     dist.barrier()
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
     found = _buddies(tmp_path, again, its_optimizer).load()
@@ -211,10 +199,7 @@ def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: 
     keeper.wait()
     dist.barrier()
     if rank == 2:
-        file = max(_home(_node(tmp_path, 2)).iterdir()) / "rank-00002.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip_bit(max(_home(_node(tmp_path, 2)).iterdir()) / "rank-00002.safetensors")
     dist.barrier()
     found = _buddies(tmp_path, again, its_optimizer).load()
     assert found is not None and found.extra == 3
@@ -227,43 +212,29 @@ def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) 
     train(model, optimizer, range(1))
     keeper.snapshot(1)
 
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(name: str, victim: int) -> Any:
+        failure = OSError(28, "No space left on device") if rank == victim else None
+        return mock.patch.object(buddy_snapshots, name, side_effect=failure, wraps=getattr(buddy_snapshots, name))
 
-    for what in ("write_items", "allocate_file"):  # for its own file, and for its partner's
-        real = getattr(buddy_snapshots, what)
-        if rank == 2:
-            setattr(buddy_snapshots, what, full)
-        try:
-            with pytest.raises(
-                (checkpoint.CheckpointError, RuntimeError), match=r"No space left .* bytes of free space"
-            ):
-                keeper.snapshot(2)
-        finally:
-            setattr(buddy_snapshots, what, real)
+    for name in ("write_items", "allocate_file"):  # for its own file, and for its partner's
+        with (
+            full(name, 2),
+            pytest.raises(checkpoint.CheckpointError, match=r"rank 2: .*No space left .* bytes of free space"),
+        ):
+            keeper.snapshot(2)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    lost, real = _node(tmp_path, rank) / "away", buddy_snapshots.allocate_file
-    dist.barrier()
-    if rank == 0:  # all files of the first node must come from the second
-        keeper.folder.rename(lost)
-        keeper.folder.mkdir(mode=0o700)
-    if rank == 1:
-        buddy_snapshots.allocate_file = full
-    dist.barrier()
-    try:
+    lost = _node(tmp_path, rank) / "away"
+    on_first_rank(keeper.folder.rename, lost)  # all files of the first node must come from the second
+    on_first_rank(keeper.folder.mkdir, mode=0o700)
+    with full("allocate_file", 1):
         assert keeper.load() is None, "on all ranks"
-    finally:
-        buddy_snapshots.allocate_file = real
     dist.barrier()
     found = keeper.load()
     assert found is not None and found.extra == 1
     assert rank > 1 or not any(file.is_file() for file in keeper.folder.rglob("*")), "what was fetched is gone again"
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(keeper.folder)
-        lost.rename(keeper.folder)
-    dist.barrier()
+    on_first_rank(shutil.rmtree, keeper.folder)
+    on_first_rank(lost.rename, keeper.folder)
     for step in (3, 4):
         keeper.snapshot(step)
         found = keeper.load()
@@ -377,7 +348,7 @@ def test_a_node_that_is_killed_is_replaced_by_a_spare_and_the_bits_are_the_same(
     _kill(ranks[2 * node : 2 * node + 2])
     died_at = int((killed / f"step.{2 * node}").read_text())
     _kill(ranks)  # as a launcher kills the remaining ranks
-    _lose(killed / f"node{node}")
+    shutil.rmtree(killed / f"node{node}")
     other = 1 - node  # the spare hosts the first ranks, so snapshots move between nodes, too
     ranks = _start(killed, 1, {0: 2, 1: 2, 2: other, 3: other}, 0.0)
     for process in ranks:

@@ -38,10 +38,6 @@ def _extra(value: Any) -> Change:
     return lambda content: content["document"].__setitem__("extra", value)
 
 
-def _listed(key: str, entry: Any) -> Change:
-    return lambda content: content["tensors"].__setitem__(key, entry)
-
-
 HOSTILE: dict[str, Change] = {
     "a hole at the end": _chunks([DATA, [0, 0], [2, 6]]),
     "no rows": _chunks(),
@@ -68,12 +64,7 @@ HOSTILE: dict[str, Change] = {
     "unhashable": _extra({"$dict": [[[], 1]]}),
     "unpaired": _extra({"$dict": [[1]]}),
     "counter": _extra({"$counter": 3}),
-    "state": lambda content: content["document"]["optimizer"].__setitem__("state", []),
-    "state of one": lambda content: content["document"]["optimizer"]["state"].__setitem__("head.weight", 1),
-    "groups": lambda content: content["document"]["optimizer"].__setitem__("param_groups", [3]),
-    "model": lambda content: content["document"].__setitem__("model", [1]),
     "nothing": lambda content: content.clear(),
-    "ranks": lambda content: content["topology"].__setitem__("data_parallel", "2"),
 }
 
 

@@ -44,13 +44,18 @@ def sharded_net(
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     """Train on the same global batches for any number of ranks; every gradient is exact."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for step in steps:
-        for batch in range(rank, GLOBAL_BATCHES, world):
-            inputs, targets = integer_batch(step=step, rank=batch)
-            (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
+        backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """Run all passes of this rank in a step of :func:`train`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for batch in range(rank, GLOBAL_BATCHES, world):
+        inputs, targets = integer_batch(step=step, rank=batch)
+        (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
