@@ -126,8 +126,14 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(rank: int, tmp_path: Pat
 def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(rank: int, tmp_path: Path) -> None:
     """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(tmp_path, 2)
-    failure = checkpoint.CheckpointError("the disk has changed its mind")
-    with mock.patch.object(CheckpointFiles, "reread", side_effect=[failure if rank == 1 else None, None]):
+    reread, fails = CheckpointFiles.reread, iter([rank == 1])
+
+    def fail_once(self: CheckpointFiles) -> None:
+        if next(fails, False):
+            raise checkpoint.CheckpointError("the disk has changed its mind")
+        reread(self)
+
+    with mock.patch.object(CheckpointFiles, "reread", fail_once):
         found = checkpoint.load_latest(tmp_path, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,8 +24,6 @@ from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str | Path) -> Result:
@@ -136,46 +131,15 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     assert damaged.exit_code == 1 and "rank-00002.safetensors is damaged" in damaged.stderr
 
 
-# Peak memory of exporting and importing a model of several layers, without imports.
-MEASURE = """
-import sys, resource, torch
-from pathlib import Path
-from safetensors import safe_open
-from layerzero.checkpoint import whole_model_files
-from layerzero.cli import app
-from layerzero.dtensor.local_shard import plain
-folder = Path(sys.argv[1])
-whole_model_files.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
-whole_model_files.export_model(folder / "small", folder / "small-out.safetensors")
-def anonymous():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
-import threading
-peak, stop = [0], threading.Event()
-def watch():
-    while not stop.wait(0.001):
-        peak[0] = max(peak[0], anonymous())
-before = anonymous()
-threading.Thread(target=watch, daemon=True).start()
-whole_model_files.import_model([folder / "big.safetensors"], folder / "big")
-whole_model_files.export_model(folder / "big", folder / "big-out.safetensors")
-stop.set()
-print(peak[0] - before)
-"""
-
-
-@pytest.mark.exhaustive
-def test_conversion_needs_less_memory_than_two_units(tmp_path: Path) -> None:
-    layer = 4 << 20  # elements: 16 MiB
-    save_file({"small": torch.ones(8)}, tmp_path / "small.safetensors")
-    save_file(
-        {f"layers.{i}.weight": torch.full((2048, layer // 2048), float(i)) for i in range(12)},
-        tmp_path / "big.safetensors",
-    )
-    line = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2 * 4 * layer + (8 << 20), "two layers and some buffers; the model has 12"
-    out = load_file(tmp_path / "big-out.safetensors")
-    assert all((out[f"layers.{i}.weight"] == i).all() for i in range(12))
+def test_conversion_needs_less_memory_than_two_layers(tmp_path: Path) -> None:
+    layers = {f"layers.{i}.weight": torch.full((256, 4096), float(i)) for i in range(12)}
+    save_file(layers, tmp_path / "big.safetensors")
+    with AllocationPeak(nn.Module()) as used:
+        whole_model_files.import_model([tmp_path / "big.safetensors"], tmp_path / "big")
+        whole_model_files.export_model(tmp_path / "big", tmp_path / "out.safetensors")
+    layer = layers["layers.0.weight"].nbytes
+    assert layer <= used.peak < 2 * layer + (1 << 20), "two layers and some buffers; the model has 12"
+    assert not different(load_file(tmp_path / "out.safetensors"), layers)
 
 
 class Wide(nn.Module):
