@@ -86,7 +86,7 @@ def plan_globally(ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         topology = {"data_parallel": ranks, "zero3_size": 8}
         state = CollectedState({}, {}, [], {}, [])
-        writer = SafetensorsWriter(Path(folder, "one"), state, topology, rank=0, overwrite=False, reads_back=False)
+        writer = SafetensorsWriter(Path(folder, "one"), state, topology, rank=0)
         writer.prepare_global_plan(SavePlanner().create_global_plan(plans)[0])
     return {
         "items": sum(len(plan.items) for plan in plans),

@@ -163,7 +163,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, StoredRef)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, StoredRef)}
-    return SafetensorsReader(files, names=names, values=values)
+    return SafetensorsReader(files, names, values)
 
 
 def _named(saved: dict[str, Any], optimizer: ShardedOptimizer | None, lz_state: LayerZeroState) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,35 +101,32 @@ def tensor_table(
     return tensors, kept
 
 
+@dataclass
 class SafetensorsWriter(StorageWriter):
     """DCP ``StorageWriter`` that writes one checkpoint.
 
-    Args:
+    Attributes:
         path: path of the checkpoint, which exists only after the save finishes.
-        state: state of this rank. On the first rank, its document is the full document.
+        state: state of this rank. On the first rank, its document is the full document after the global plan.
+        topology: see :class:`CheckpointContents`.
+        keep_last: number of checkpoints to keep in the parent folder; None to keep all.
         overwrite: whether to replace an existing checkpoint at `path`.
-        reads_back: whether to read each file again and verify its checksums before the checkpoint is published.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        state: CollectedState,
-        topology: Mapping[str, int],
-        *,
-        rank: int,
-        overwrite: bool,
-        reads_back: bool,
-    ) -> None:
-        self._path = path
-        self._token: str | None = None  # see [Note: Concurrent saves to one path]
-        self._rank = rank
-        self._topology = topology
-        self._document, self._own = state.document, state.own
-        self._finite = not state.bad  # of this rank; after the global plan, the first rank has the value for all ranks
-        self._overwrite = overwrite
-        self._reads_back = reads_back
-        self._tensors: dict[str, StoredTensor] = {}  # on the first rank, after the global plan
+    path: Path
+    state: CollectedState
+    topology: Mapping[str, int]
+    rank: int
+    keep_last: int | None = None
+    overwrite: bool = False
+    _token: str | None = None  # see [Note: Concurrent saves to one path]
+    _tensors: dict[str, StoredTensor] = field(default_factory=dict)  # on the first rank, after the global plan
+    _finite: bool | None = None  # whether all trained tensors are finite; on the first rank, after the global plan
+
+    @property
+    def _reads_back(self) -> bool:
+        """Whether to read each file again and verify its checksums before the checkpoint is published."""
+        return self.keep_last is not None or self.overwrite
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because no state is kept between checkpoints."""
@@ -138,20 +135,21 @@ class SafetensorsWriter(StorageWriter):
         """Do nothing, because no setup is needed."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=json.dumps([self._own, self._finite]))
+        return replace(plan, storage_data=json.dumps([self.state.own, not self.state.bad]))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) != num_saving_ranks(self._topology):  # DCP saves for one rank if there is no default group
+        if len(plans) != num_saving_ranks(self.topology):  # DCP saves for one rank if there is no default group
             raise CheckpointError(
-                f"{num_saving_ranks(self._topology)} ranks must save {self._path}, but only {len(plans)} took part"
+                f"{num_saving_ranks(self.topology)} ranks must save {self.path}, but only {len(plans)} took part"
             )
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
-        self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])
+        document = merge_ranks(self.state.document, [own_values for own_values, _ in rank_entries])
+        self.state = self.state._replace(document=document)
         self._finite = all(finite for _, finite in rank_entries)
         self._tensors, kept = tensor_table(
             (rank_file(rank), map(chunk_of, plan.items)) for rank, plan in enumerate(plans)
         )
-        make_folder(self._path.parent)
+        make_folder(self.path.parent)
         self._token = new_token()
         self._partial.mkdir()
         return [
@@ -163,7 +161,7 @@ class SafetensorsWriter(StorageWriter):
     def _partial(self) -> Path:
         """Hidden folder into which the files are written. The folder is later renamed to the path of the checkpoint."""
         assert self._token is not None
-        return partial_path(self._path, self._token)
+        return partial_path(self.path, self._token)
 
     def discard(self) -> None:
         """Remove the files written so far.
@@ -178,7 +176,7 @@ class SafetensorsWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
         if plan.items:
-            record = write_items(self._partial, self._rank, plan.items, planner)
+            record = write_items(self._partial, self.rank, plan.items, planner)
             if self._reads_back:
                 read_back(self._partial, record)
             results = [WriteResult(MetadataIndex(record.name), record.size, record)]
@@ -187,19 +185,19 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = [result.storage_data for of_rank in results for result in of_rank]
-        contents = CheckpointContents(self._topology, self._document, self._tensors)
+        contents = CheckpointContents(self.topology, self.state.document, self._tensors)
         written = contents.write(self._partial)
         if self._reads_back:
             read_back(self._partial, written)
         assert self._token is not None
         publish(
             self._partial,
-            self._path,
+            self.path,
             [*files, written],
-            sequence=next_sequence(self._path.parent),
+            sequence=next_sequence(self.path.parent),
             token=self._token,
             finite=self._finite,
-            overwrite=self._overwrite,
+            overwrite=self.overwrite,
         )
 
     @classmethod
@@ -207,24 +205,26 @@ class SafetensorsWriter(StorageWriter):
         return True
 
 
+@dataclass
 class SafetensorsReader(StorageReader):
     """DCP ``StorageReader`` that reads one verified checkpoint.
 
-    Args:
+    Attributes:
         names: key of each tensor, by flat name.
         values: values that are not tensors, by flat name.
     """
 
-    def __init__(self, files: CheckpointFiles, *, names: Mapping[str, str], values: Mapping[str, Any]) -> None:
-        self._files, self._names, self._values = files, names, values
+    files: CheckpointFiles
+    names: Mapping[str, str]
+    values: Mapping[str, Any]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because no state is kept between loads."""
 
     def read_metadata(self, *args: Any) -> Metadata:
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
-        for name, key in self._names.items():
-            stored = self._files.contents.tensors[key]
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
+        for name, key in self.names.items():
+            stored = self.files.contents.tensors[key]
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in stored.chunks
             ]
@@ -244,15 +244,15 @@ class SafetensorsReader(StorageReader):
         regions, targets = [], []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickle_to_buffer(self._values[item.storage_index.fqn]))
+                planner.load_bytes(item, _pickle_to_buffer(self.values[item.storage_index.fqn]))
                 continue
             target = planner.resolve_tensor(item).detach()
             origin = item.storage_index.offset or (0,) * len(item.lengths)
             starts = [at + offset for at, offset in zip(origin, item.storage_offsets, strict=True)]
             box = tuple(slice(start, start + n) for start, n in zip(starts, item.lengths, strict=True))
-            regions.append(Region(self._names[item.storage_index.fqn], box, target))
+            regions.append(Region(self.names[item.storage_index.fqn], box, target))
             targets.append((item, target))
-        self._files.read_regions(regions)
+        self.files.read_regions(regions)
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()

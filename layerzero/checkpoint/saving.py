@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
@@ -89,10 +88,10 @@ def save(
         extra = {"step": step, "scheduler": scheduler.state_dict()}
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
-    job = _prepare(
+    writer = _prepare(
         path, model, optimizer, extra, keep_last=keep_last, overwrite=overwrite, require_finite=require_finite
     )
-    _write(job, get_state(model).ranks.control_group())
+    _write(writer, get_state(model).ranks.control_group())
 
 
 def save_with_rank_local_names(
@@ -110,8 +109,8 @@ def save_with_rank_local_names(
         rank_local_names: names under which ranks have different parameters. If None, all ranks have the same
             parameters.
     """
-    job = _prepare(path, model, optimizer, extra, rank_local_names=rank_local_names)
-    _write(job, get_state(model).ranks.control_group())
+    writer = _prepare(path, model, optimizer, extra, rank_local_names=rank_local_names)
+    _write(writer, get_state(model).ranks.control_group())
 
 
 def save_async(
@@ -145,31 +144,16 @@ def save_async(
         pending.wait()
     """
     lz_state = get_state(model)
-    job = _prepare(
+    writer = _prepare(
         path, model, optimizer, extra, keep_last=keep_last, overwrite=overwrite, require_finite=require_finite
     )
     staging = staging_of(lz_state)
-    tensors: dict[str, Tensor] = {}
     with agreed("checkpoint.save_async", lz_state):  # for instance, pinning the memory may fail
-        tensors = staging.copy(job.tensors)
+        writer.state = writer.state._replace(tensors=staging.copy(writer.state.tensors))
     _ensure_group(lz_state, staging)
-    write = partial(_write_staged, replace(job, tensors=tensors), staging)
+    write = partial(_write_staged, writer, staging)
     staging.pending = PendingSave(write, optimizers=lz_state.optimizers)
     return staging.pending
-
-
-@dataclass(frozen=True)
-class _SaveJob:
-    """One checkpoint to be written.
-
-    Attributes:
-        tensors: by key, the tensors that this rank writes; see :class:`CollectedState`.
-    """
-
-    path: Path
-    writer: SafetensorsWriter
-    tensors: dict[str, Tensor]
-    keep_last: int | None
 
 
 def _prepare(
@@ -182,7 +166,7 @@ def _prepare(
     overwrite: bool = False,
     require_finite: bool = True,
     rank_local_names: RankLocalNames | None = None,
-) -> _SaveJob:
+) -> SafetensorsWriter:
     lz_state, path = get_state(model), Path(path).absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm}
     fields |= {"keep_last": keep_last, "overwrite": overwrite, "require_finite": require_finite}
@@ -203,15 +187,7 @@ def _prepare(
             require_only_checkpoint_files(path)
         state = collect(lz_state, optimizer, extra, require_finite=require_finite, rank_local_names=rank_local_names)
         fields |= state.digests
-    writer = SafetensorsWriter(
-        path,
-        state,
-        topology_entry(lz_state),
-        rank=lz_state.ranks.rank,
-        overwrite=overwrite,
-        reads_back=keep_last is not None or overwrite,
-    )
-    return _SaveJob(path, writer, state.tensors, keep_last)
+    return SafetensorsWriter(path, state, topology_entry(lz_state), lz_state.ranks.rank, keep_last, overwrite)
 
 
 def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
@@ -229,45 +205,45 @@ def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
         staging.group = model_ranks.new_control_group()
 
 
-def _write_staged(job: _SaveJob, staging: Staging) -> None:
+def _write_staged(writer: SafetensorsWriter, staging: Staging) -> None:
     assert staging.group is not None
     try:
-        _write(job, staging.group.group)
+        _write(writer, staging.group.group)
     except RankLostError:
         staging.group = None  # the next save creates another group
         raise
 
 
-def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
+def _write(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
     try:
-        _write_on_all_ranks(job, group)
+        _write_on_all_ranks(writer, group)
     except Exception as error:
         if dist.is_initialized():
             raise
         raise CheckpointError(
-            f"{job.path} was not saved completely, and the process group has been destroyed: {error}. Call wait() on "
-            "the result of the last save_async before destroy_process_group()"
+            f"{writer.path} was not saved completely, and the process group has been destroyed: {error}. Call wait() "
+            "on the result of the last save_async before destroy_process_group()"
         ) from error
 
 
-def _write_on_all_ranks(job: _SaveJob, group: dist.ProcessGroup) -> None:
+def _write_on_all_ranks(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
     first = dist.get_rank(group) == 0
     try:
         with torch_registration(group):
-            write_tensors(job.tensors, storage_writer=job.writer, planner=SavePlanner(), process_group=group)
+            write_tensors(writer.state.tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as error:
         if first:
-            job.writer.discard()
-        raise convert_dcp_exception("written", job.path, error) from None
+            writer.discard()
+        raise convert_dcp_exception("written", writer.path, error) from None
     except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
         raise RankLostError(
-            f"{job.path} could not be written, because a rank has exited or is late: {error}"
+            f"{writer.path} could not be written, because a rank has exited or is late: {error}"
         ) from error
     if first:
         try:
-            clean_up_after_save(job.path, job.keep_last)
+            clean_up_after_save(writer.path, writer.keep_last)
         except OSError as error:  # only warn, because the new checkpoint exists and the other ranks continue
             warnings.warn(
-                f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",
+                f"keep_last={writer.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",
                 stacklevel=2,
             )

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def test_all_ranks_leave_after_the_same_step_when_one_gets_the_signal(tmp_path: 
     assert when < steps[0] <= when + 2, "at the third question at the latest"
 
 
-def _nobody(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_a_request_without_a_signal_or_left_by_an_exception_puts_everything_back(rank: int) -> None:
     model, optimizer = sharded_net(2)
     before = signal.getsignal(signal.SIGTERM)
     request = checkpoint.on_signal(signal.SIGTERM, model)
@@ -63,16 +65,6 @@ def _nobody(rank: int) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ValueError, match="deadline must be positive"):
         checkpoint.on_signal(signal.SIGTERM, model, deadline=0)
-
-
-def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
-    run_ranks(_nobody, world_size=2)
-
-
-@on_ranks(world_size=2)
-def test_a_request_that_is_left_by_an_exception_puts_everything_back(rank: int) -> None:
-    model, _ = sharded_net(2)
-    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyError), checkpoint.on_signal(signal.SIGTERM, model) as request:
         if rank == 0:  # and the others never query
             assert not request.asked()
@@ -80,12 +72,8 @@ def test_a_request_that_is_left_by_an_exception_puts_everything_back(rank: int) 
     dist.barrier()
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
     request = checkpoint.on_signal(signal.SIGTERM, model)
-
-    def lost() -> None:
-        raise RuntimeError("a rank is gone")
-
-    request._wait_for_pending = lost
-    with pytest.raises(RuntimeError, match="a rank is gone"):
+    lost = mock.patch.object(request, "_wait_for_pending", side_effect=RuntimeError("a rank is gone"))
+    with lost, pytest.raises(RuntimeError, match="a rank is gone"):
         request.close()
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1, "that came first"
     request = checkpoint.on_signal(signal.SIGUSR2, model)
