@@ -25,13 +25,13 @@ from torch import Tensor
 
 from layerzero.checkpoint.errors import CheckpointError
 
-__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "FileRecord", "read_pieces"]
+__all__ = ["CHECKSUM_DIGITS", "ByteRange", "ChecksumScheme", "ChunkHasher", "FileRecord", "read_pieces"]
 
 CHUNK = 8 << 20  # size of a chunk in bytes; the checksums of a terabyte of files take 4 MB
 _STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
 _THREADS = 4  # number of threads that read and hash in parallel
 _XXH3, _SHA256 = "xxh3-128", "sha256"
-_WIDTHS = {_XXH3: 32, _SHA256: 64}  # number of hexadecimal digits per checksum
+CHECKSUM_DIGITS = {_XXH3: 32, _SHA256: 64}  # number of hexadecimal digits per checksum
 
 
 def _xxh3() -> Any:
@@ -60,11 +60,6 @@ class ChecksumScheme:
             return ChecksumScheme(_XXH3, CHUNK)
         return ChecksumScheme(_SHA256, CHUNK)
 
-    @property
-    def is_supported(self) -> bool:
-        """Whether this version of layerzero knows the algorithm."""
-        return self.algorithm in _WIDTHS
-
     def hasher(self) -> Any:
         """Return a new hash object with ``update`` and ``hexdigest``."""
         if self.algorithm == _SHA256:
@@ -77,7 +72,7 @@ class ChecksumScheme:
             ) from error
 
     def of_chunk(self, sums: str, index: int) -> str:
-        width = _WIDTHS[self.algorithm]
+        width = CHECKSUM_DIGITS[self.algorithm]
         return sums[index * width : (index + 1) * width]
 
 

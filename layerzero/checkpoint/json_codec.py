@@ -158,7 +158,7 @@ def fill_refs(values: Any, tensor_of: Callable[[str], Tensor | None]) -> Any:
 
 @dataclass
 class Encoder:
-    """Encoder that converts values to JSON and collects their tensors.
+    """Encoder that converts values to JSON and collects their tensors. After an error, it is not used again.
 
     Attributes:
         name_of: function that returns the stored name of the parameter to which rows belong.
@@ -201,10 +201,9 @@ class Encoder:
                 "contain themselves. Use a flatter structure"
             )
         self._depth += 1
-        try:
-            return self._encode(value, path)
-        finally:
-            self._depth -= 1
+        encoded = self._encode(value, path)
+        self._depth -= 1
+        return encoded
 
     def _encode(self, value: Any, path: str) -> Any:
         if isinstance(value, PerRank):
@@ -296,19 +295,15 @@ class Encoder:
             raise TypeError(f"{path}: per_rank cannot be nested. Mark only the outer value")
         self._record_digest(path, "a value of each rank")
         self._prefix = f"rank{self.rank}."
-        try:
-            self.own.append(self.encode(value, path))
-        finally:
-            self._prefix = ""
+        self.own.append(self.encode(value, path))
+        self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
     def _encode_mergeable_value(self, merged: MergeableValue, path: str) -> Any:
         common = self.encode(merged.common, path)
         self._encodes_own = True
-        try:
-            own = self.encode(merged.own, path)
-        finally:
-            self._encodes_own = False
+        own = self.encode(merged.own, path)
+        self._encodes_own = False
         self.own.append(own if self.tells else type(own)())
         return {"$joint": len(self.own) - 1, "common": common}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import signal
 import stat
 import threading
 import time
@@ -15,14 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import buddy_snapshots
 from layerzero.checkpoint.buddy_snapshots import _partners
+from tests.chaos.faults import killed_node
+from tests.chaos.tries import Try, undisturbed
 from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
-from tests.support.crashing import forks
 from tests.support.damaging import flip_bit
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
@@ -281,82 +279,7 @@ def test_partners_are_on_another_node_and_each_rank_has_one(sizes: list[int]) ->
     assert _partners(["a", "a"], 1) == (None, None)
 
 
-# --- killed processes, and a node that lost its memory ---
-
-STEPS, EVERY = 24, 4
-
-
-def _worker(rank: int, folder: str, store: str, node_of: dict[int, int], speed: float) -> None:
-    torch.set_num_threads(1)
-    place = Path(folder, f"node{node_of[rank]}")
-    place.mkdir(exist_ok=True)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
-    found = keeper.load()
-    first = 0 if found is None else int(found.extra)
-    losses = Path(folder, f"first.{Path(store).name}.{rank}")
-    losses.write_text(str(first))
-    for step in range(first, STEPS):
-        train(model, optimizer, range(step, step + 1))
-        Path(folder, f"step.{rank}.new").write_text(str(step + 1))  # complete whenever it is read
-        Path(folder, f"step.{rank}.new").rename(Path(folder, f"step.{rank}"))
-        time.sleep(speed)
-        if (step + 1) % EVERY == 0:
-            keeper.snapshot(step + 1)
-    keeper.wait()
-    state = {name: value.tolist() for name, value in everything(model, optimizer).items()}
-    Path(folder, f"end.{rank}").write_text(json.dumps(state))
-    dist.barrier()
-    keeper.close()
-    os._exit(0)
-
-
-def _start(folder: Path, attempt: int, node_of: dict[int, int], speed: float):
-    store = str(folder / f"store{attempt}")
-    ranks = [forks.Process(target=_worker, args=(r, str(folder), store, node_of, speed)) for r in range(4)]
-    for process in ranks:
-        process.start()
-    return ranks
-
-
-def _kill(ranks) -> None:
-    for process in ranks:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_node_that_is_killed_is_replaced_by_a_spare_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    calm.mkdir(), killed.mkdir()
-    for process in _start(calm, 0, {0: 0, 1: 0, 2: 1, 3: 1}, 0.0):
-        process.join()
-        assert process.exitcode == 0
-    ranks = _start(killed, 0, {0: 0, 1: 0, 2: 1, 3: 1}, 0.02)
-    at, node = draw.randrange(2 * EVERY, STEPS - EVERY), draw.randrange(2)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        told = killed / "step.0"
-        if told.exists() and int(told.read_text()) >= at:
-            break
-        time.sleep(0.005)
-    time.sleep(draw.uniform(0, 0.1))
-    _kill(ranks[2 * node : 2 * node + 2])
-    died_at = int((killed / f"step.{2 * node}").read_text())
-    _kill(ranks)  # as a launcher kills the remaining ranks
-    shutil.rmtree(killed / f"node{node}")
-    other = 1 - node  # the spare hosts the first ranks, so snapshots move between nodes, too
-    ranks = _start(killed, 1, {0: 2, 1: 2, 2: other, 3: other}, 0.0)
-    for process in ranks:
-        process.join(120)
-        assert process.exitcode == 0
-    first = {int(file.read_text()) for file in killed.glob("first.store1.*")}
-    assert len(first) == 1, "all ranks go on from the same step"
-    assert died_at - 2 * EVERY <= first.pop() <= died_at + EVERY
-    for rank in range(4):
-        assert (killed / f"end.{rank}").read_text() == (calm / f"end.{rank}").read_text()
-    assert not [place for place in killed.glob("node*") if list(place.iterdir())], "nothing is left at the end"
+    assert killed_node(Try(tmp_path, undisturbed({})), random.Random(seed)) == "survived"

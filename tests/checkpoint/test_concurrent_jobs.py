@@ -42,12 +42,12 @@ def _built(group: dist.ProcessGroup, seed: int) -> tuple[Any, Any]:
     return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
 
 
-def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, keep_last: int | None = None) -> bool:
+def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool) -> bool:
     try:
         if later:
-            checkpoint.save_async(path, model, optimizer, extra, keep_last=keep_last).wait()
+            checkpoint.save_async(path, model, optimizer, extra).wait()
         else:
-            checkpoint.save(path, model, optimizer, extra, keep_last=keep_last)
+            checkpoint.save(path, model, optimizer, extra)
     except FileExistsError as error:
         assert "already exists" in str(error)
         return False
@@ -87,31 +87,6 @@ def test_of_two_jobs_that_save_to_one_path_one_gets_it_and_can_load_it(tmp_path:
     for turn, winners in enumerate(zip(first, second, strict=True)):
         assert sum(winners) == 1, f"round {turn}: {winners}"
     assert any(first) and any(second), "the race is one"
-
-
-def _side_by_side(rank: int, folder: Path, rounds: int, keep_last: int) -> None:
-    job, group = _job_of(rank)
-    (model, optimizer), (again, its_optimizer) = _built(group, job), _built(group, 2)
-    generator, alike = random.Random(rank), random.Random(10 + job)
-    for turn in range(rounds):
-        train(model, optimizer, rank, [turn])
-        path, state = folder / f"{'ab'[job]}-{turn}", everything(model, optimizer)
-        dist.barrier()
-        time.sleep(alike.uniform(0, 0.03))
-        with slow_disk(generator):
-            assert _saved(path, model, optimizer, turn, later=bool(turn % 2), keep_last=keep_last)
-        dist.barrier()
-        assert checkpoint.load(path, again, its_optimizer) == turn, "the last saves of both jobs are among the last"
-        assert not different(everything(again, its_optimizer), state)
-        latest = checkpoint.latest(folder)
-        assert latest is not None and latest.name in (f"a-{turn}", f"b-{turn}")
-        kept = [shown for shown in folder.iterdir() if not shown.name.startswith(".")]
-        assert len(kept) <= keep_last + 1, kept
-        dist.barrier()
-
-
-def test_two_jobs_in_one_folder_keep_the_last_of_both(tmp_path: Path) -> None:
-    run_ranks(_side_by_side, tmp_path, 6, 3)
 
 
 def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
