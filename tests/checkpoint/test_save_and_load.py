@@ -21,7 +21,6 @@ from tests.support.checkpointing import WithBuffers, everything, sharded_net, tr
 from tests.support.models import (
     IntegerNet,
     different,
-    exact_sgd,
     full_parameters,
     integer_net,
 )
@@ -327,37 +326,3 @@ def test_only_the_last_checkpoints_are_kept_and_latest_finds_the_last(tmp_path: 
     assert checkpoint.latest(tmp_path) == tmp_path / "step-11"
     (tmp_path / "step-11" / "contents.json").unlink()
     assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
-
-
-@on_ranks(world_size=2)
-def test_ignored_parameters_and_their_state_come_back(rank: int, tmp_path: Path) -> None:
-    def built(seed: int, zero3_size: int) -> tuple[nn.Module, Optimizer]:
-        net = integer_net(seed)
-        model = layerzero.shard_model(
-            net, mesh=mesh_of(zero3_size), units=IntegerNet.UNITS, ignored_params=[net.first.weight]
-        )
-        return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-
-    model, optimizer = built(0, 2)
-    train(model, optimizer, range(2))
-    dist.broadcast(model.first.weight.data, 0)  # layerzero does not touch it
-    dist.broadcast(optimizer.state[model.first.weight]["momentum_buffer"], 0)
-    checkpoint.save(f"{tmp_path}/one", model, optimizer)
-    again, its_optimizer = built(1, 1)
-    checkpoint.load(f"{tmp_path}/one", again, its_optimizer)
-    for saved, loaded in ((_parameters(model), _parameters(again)), (_state(optimizer), _state(its_optimizer))):
-        assert not (wrong := different(loaded, saved)), wrong
-    assert "first.weight.momentum_buffer" in _state(its_optimizer)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict_by_name()["state"]
-    return {f"{name}.{key}": _whole(value) for name, values in state.items() for key, value in values.items()}
