@@ -203,54 +203,48 @@ def test_a_dtype_that_would_lose_digits_is_refused(rank: int, tmp_path: Path) ->
         checkpoint.load(f"{tmp_path}/True", layerzero.shard_model(frozen, mesh=mesh_of(2)))
 
 
+def _grouped(*groups: dict[str, Any], **settings: Any) -> tuple[nn.Module, Optimizer]:
+    """Return a model and an optimizer whose groups name their parameters."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    named = dict(model.named_parameters())
+    filled = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+    return model, layerzero.shard_optimizer(torch.optim.SGD(filled, lr=1.0, **settings), model)
+
+
 @on_ranks(world_size=2)
 def test_groups_are_matched_by_the_names_of_their_parameters(rank: int, tmp_path: Path) -> None:
-    def built(net: nn.Module, *groups: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
-        model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
-        named = dict(model.named_parameters())
-        filled = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
-        return model, layerzero.shard_optimizer(torch.optim.SGD(filled, lr=1.0), model)
-
     names = [name for name, _ in integer_net().named_parameters()]
     weights = [name for name in names if name.endswith("weight")]
     others = [name for name in names if not name.endswith("weight")]
-    model, optimizer = built(
-        integer_net(), {"params": weights, "lr": 0.5, "weight_decay": 0.1}, {"params": others, "lr": torch.tensor(0.25)}
+    model, optimizer = _grouped(
+        {"params": weights, "lr": 0.5, "weight_decay": 0.1}, {"params": others, "lr": torch.tensor(0.25)}
     )
-    checkpoint.save(f"{tmp_path}/one", model, optimizer)
-    first = {"params": others[:1]}
-    model, optimizer = built(integer_net(), first, {"params": weights, "momentum": 0.5}, {"params": others[1:]})
-    checkpoint.load(f"{tmp_path}/one", model, optimizer)
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    model, optimizer = _grouped({"params": others[:1]}, {"params": weights, "momentum": 0.5}, {"params": others[1:]})
+    checkpoint.load(tmp_path / "one", model, optimizer)
     found = [(float(g["lr"]), g["weight_decay"], g["momentum"]) for g in optimizer.param_groups]
     assert found == [(0.25, 0, 0), (0.5, 0.1, 0), (0.25, 0, 0)], "by name, not by place"
-    model, optimizer = built(integer_net(), {"params": names})
+    model, optimizer = _grouped({"params": names})
     with pytest.raises(ValueError, match="saved in groups with different lr, weight_decay"):
-        checkpoint.load(f"{tmp_path}/one", model, optimizer)
+        checkpoint.load(tmp_path / "one", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 1.0
-
-
-@on_ranks(world_size=2)
-def test_settings_of_groups_without_parameters_come_back(rank: int, tmp_path: Path) -> None:
-    def built(names: list[str], *rates: float) -> tuple[nn.Module, Optimizer]:
-        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
-        named, (first, second, third) = dict(model.named_parameters()), rates
-        groups = [{"params": [], "lr": first}, {"params": [named[n] for n in names]}, {"params": [], "lr": third}]
-        return model, layerzero.shard_optimizer(torch.optim.SGD(groups, lr=second, momentum=0.5), model)
-
-    names = [name for name, _ in integer_net().named_parameters()]
-    model, optimizer = built(names, 0.5, 0.25, 0.125)
+    # Groups without parameters keep their settings, too, in every kind of load.
+    empty = {"params": []}
+    model, optimizer = _grouped(
+        {**empty, "lr": 0.5}, {"params": names, "lr": 0.25}, {**empty, "lr": 0.125}, momentum=0.5
+    )
     train(model, optimizer, range(1))
-    checkpoint.save(f"{tmp_path}/one", model, optimizer)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/dcp")
+    checkpoint.save(tmp_path / "two", model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
     loads: dict[str, Any] = {
-        "checkpoint.load": lambda model, other: checkpoint.load(f"{tmp_path}/one", model, other),
-        "load_dcp": lambda model, other: checkpoint.load_dcp(f"{tmp_path}/dcp", model, other),
+        "checkpoint.load": lambda model, other: checkpoint.load(tmp_path / "two", model, other),
+        "load_dcp": lambda model, other: checkpoint.load_dcp(tmp_path / "dcp", model, other),
         "state_dict": lambda model, other: other.load_state_dict(optimizer.state_dict()),
         "by name": lambda model, other: other.load_state_dict(optimizer.state_dict_by_name()),
         "full": lambda model, other: other.load_state_dict(optimizer.full_state_dict(rank0_only=False)),
     }
     for name, load in loads.items():
-        fresh, other = built(names, 1.0, 1.0, 1.0)
+        fresh, other = _grouped(empty, {"params": names}, empty, momentum=0.5)
         load(fresh, other)
         assert [group["lr"] for group in other.param_groups] == [0.5, 0.25, 0.125], name
 

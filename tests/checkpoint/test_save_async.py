@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, safetensors_files
-from layerzero.checkpoint.background import staging_of
+from layerzero.checkpoint.background import Staging, staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import bad_disk
@@ -131,14 +132,21 @@ def test_an_error_surfaces_in_wait_and_is_told_by_the_next_call_which_goes_on(ra
     assert sorted(path.name for path in tmp_path.iterdir()) == ["six", "three"]
 
 
-@on_ranks(world_size=2)
-def test_a_rank_that_alone_has_lost_the_others_does_not_end_all_later_saves(rank: int, tmp_path: Path) -> None:
+@on_ranks(world_size=2, pg_timeout=15)
+def test_a_rank_that_alone_has_failed_or_lost_the_others_does_not_end_all_later_saves(
+    rank: int, tmp_path: Path
+) -> None:
     model, optimizer = sharded_net(2)
+    failure = MemoryError("no memory to pin") if rank == 1 else None
+    full = mock.patch.object(Staging, "copy", side_effect=failure, autospec=True)
+    with full, pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
+        checkpoint.save_async(tmp_path / "none", model, optimizer)
     checkpoint.save_async(f"{tmp_path}/one", model, optimizer).wait()
     group = staging_of(get_state(model)).group
     for name, loser in (("two", 1), ("three", 0)):
         if rank == loser:
             staging_of(get_state(model)).group = None  # as after an agreement that failed on this rank only
+            dist.new_group([rank], use_local_synchronization=True)
         checkpoint.save_async(f"{tmp_path}/{name}", model, optimizer).wait()
         assert staging_of(get_state(model)).group is not group, "all have made another one"
         group = staging_of(get_state(model)).group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,12 +19,10 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, run_folder
-from layerzero.checkpoint.background import Staging, staging_of
 from layerzero.checkpoint.manifest import MANIFEST
-from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 
 class Scale(nn.Module):
@@ -205,28 +201,6 @@ def test_hyperparameters_that_are_tensors_and_other_optimizers(rank: int, tmp_pa
     ema.update()
     with ema.swapped(), pytest.raises(RuntimeError, match=r"inside EMA\.swapped"):
         checkpoint.load(f"{tmp_path}/one", model, optimizer)
-
-
-def _no_memory(rank: int, folder: str) -> None:
-    model, optimizer = sharded_net(2)
-    full = (
-        mock.patch.object(Staging, "copy", side_effect=MemoryError("no memory to pin")) if rank == 1 else nullcontext()
-    )
-    with full, pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
-        checkpoint.save_async(f"{folder}/one", model, optimizer)
-    staging = staging_of(get_state(model))
-    broken = staging.group
-    checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
-    staging.group = None  # as after a lost peer
-    if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    checkpoint.save_async(f"{folder}/three", model, optimizer).wait()
-    assert staging.group is not broken
-
-
-def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -> None:
-    run_ranks(_no_memory, str(tmp_path), world_size=2, pg_timeout=15)
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["three", "two"]
 
 
 @on_ranks(world_size=2)
