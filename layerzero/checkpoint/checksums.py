@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,9 +144,13 @@ def read_pieces(
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        chunk_reads = list(_chunk_reads(pieces, record, scheme))
-        with ThreadPoolExecutor(max(1, min(_THREADS, len(chunk_reads)))) as pool:
-            futures = [pool.submit(_read_chunk, descriptor, chunk_read) for chunk_read in chunk_reads]
+        chunk = CHUNK if scheme is None else scheme.chunk
+        by_chunk = _split_at_chunks(pieces, chunk)
+        with ThreadPoolExecutor(max(1, min(_THREADS, len(by_chunk)))) as pool:
+            futures = [
+                pool.submit(_read_chunk, descriptor, index * chunk, in_chunk, record, scheme)
+                for index, in_chunk in by_chunk.items()
+            ]
             try:
                 for future in futures:
                     future.result()
@@ -165,57 +169,34 @@ class _Damage(Exception):
     """Error for a file whose contents differ from the data that was written."""
 
 
-@dataclass(frozen=True)
-class _ChunkRead:
-    """One chunk of a file, and the requested byte ranges inside it.
-
-    Attributes:
-        pieces: byte ranges inside the chunk, in order. Bytes between the ranges are only hashed.
-        scheme: scheme of the checksum; None if the chunk is not verified.
-        checksum: hexadecimal checksum of the chunk.
-    """
-
-    start: int
-    stop: int
-    pieces: Sequence[ByteRange]
-    scheme: ChecksumScheme | None = None
-    checksum: str = ""
-
-
-def _chunk_reads(
-    pieces: Sequence[ByteRange], record: FileRecord | None, scheme: ChecksumScheme | None
-) -> Iterator[_ChunkRead]:
-    chunk = CHUNK if scheme is None else scheme.chunk
-    chunk_pieces: dict[int, list[ByteRange]] = {}  # by chunk index
+def _split_at_chunks(pieces: Sequence[ByteRange], chunk: int) -> dict[int, list[ByteRange]]:
+    """Split byte ranges at the boundaries of chunks; return the parts in each chunk, by its index."""
+    by_chunk: dict[int, list[ByteRange]] = {}
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
             start, stop = max(piece.start, index * chunk), min(piece.stop, (index + 1) * chunk)
             target = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
-            chunk_pieces.setdefault(index, []).append(ByteRange(start, stop, target))
-    for index, in_chunk in chunk_pieces.items():
-        start, stop = index * chunk, (index + 1) * chunk
-        if record is None or scheme is None:
-            yield _ChunkRead(start, stop, in_chunk)
-        else:
-            yield _ChunkRead(start, min(record.size, stop), in_chunk, scheme, scheme.of_chunk(record.sums, index))
+            by_chunk.setdefault(index, []).append(ByteRange(start, stop, target))
+    return by_chunk
 
 
-def _read_chunk(descriptor: int, chunk_read: _ChunkRead) -> None:
-    scheme, position = chunk_read.scheme, chunk_read.start
-    hasher = None if scheme is None else scheme.hasher()
-    scratch = bytearray(min(_STEP, chunk_read.stop - chunk_read.start))
-    for piece in chunk_read.pieces:
-        if hasher is not None:
-            _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
+def _read_chunk(
+    descriptor: int, start: int, pieces: Sequence[ByteRange], record: FileRecord | None, scheme: ChecksumScheme | None
+) -> None:
+    """Read byte ranges inside the chunk at `start`. If the file has checksums, also read and hash the other bytes."""
+    scratch = bytearray(_STEP)
+    if record is None or scheme is None:
+        for piece in pieces:
+            _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, None)
+        return
+    hasher, position, stop = scheme.hasher(), start, min(record.size, start + scheme.chunk)
+    for piece in pieces:
+        _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
         _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         position = piece.stop
-    if scheme is None or hasher is None:
-        return
-    _read_and_hash(descriptor, position, chunk_read.stop, None, scratch, hasher)
-    if hasher.hexdigest() != chunk_read.checksum:
-        raise _Damage(
-            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {scheme.algorithm} checksum"
-        )
+    _read_and_hash(descriptor, position, stop, None, scratch, hasher)
+    if hasher.hexdigest() != scheme.of_chunk(record.sums, start // scheme.chunk):
+        raise _Damage(f"bytes {start:,} to {stop:,} do not match their recorded {scheme.algorithm} checksum")
 
 
 def _read_and_hash(
