@@ -259,7 +259,8 @@ class TensorFiles:
             return
         if not box:
             file, _, sizes = stored.chunks[0]
-            yield _part(file, key, sizes, 0, target, torch.empty(target.shape, dtype=stored.dtype, device="meta"), ())
+            stored_scalar = torch.empty(target.shape, dtype=stored.dtype, device="meta")
+            yield _Part(file, key, sizes, 0, *_destination(target, stored_scalar, ()))
             return
         for file, offsets, sizes in stored.chunks:
             ranges = zip(box, offsets, sizes, strict=True)
@@ -270,7 +271,8 @@ class TensorFiles:
             offset = (start - offsets[0]) * stored.dtype.itemsize * math.prod(sizes[1:])
             stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype, device="meta")
             part = target[_relative(overlaps, [each.start for each in box])]
-            yield _part(file, key, sizes, offset, part, stored_rows, _relative(overlaps, (start, *offsets[1:])))
+            wanted = _relative(overlaps, (start, *offsets[1:]))
+            yield _Part(file, key, sizes, offset, *_destination(part, stored_rows, wanted))
 
 
 class CheckpointFiles(TensorFiles):
@@ -304,29 +306,22 @@ class _Part(NamedTuple):
     sizes: tuple[int, ...]
     offset: int
     into: Tensor
-    finish: Callable[[], object] = lambda: None
+    finish: Callable[[], object]
 
 
-def _part(
-    file: str,
-    key: str,
-    sizes: tuple[int, ...],
-    offset: int,
-    target: Tensor,
-    stored_rows: Tensor,
-    wanted: tuple[slice, ...],
-) -> _Part:
-    """Return a part that reads rows of a chunk, and copies them unless the stored bytes are those of `target`.
+def _destination(target: Tensor, stored_rows: Tensor, wanted: tuple[slice, ...]) -> tuple[Tensor, Callable[[], object]]:
+    """Return the memory into which rows are read, and a function that then copies the wanted values to `target`.
+
+    The memory is that of `target` if the stored bytes are its bytes.
 
     Args:
-        target: destination of the wanted values.
         stored_rows: tensor on ``meta`` with the shape and dtype of the rows.
         wanted: region of `stored_rows` that contains the wanted values.
     """
     if target.dtype == stored_rows.dtype and target.shape == stored_rows.shape and target.is_contiguous():
-        return _Part(file, key, sizes, offset, _byte_view(target))
+        return _byte_view(target), lambda: None
     rows = torch.empty_like(stored_rows, device="cpu")
-    return _Part(file, key, sizes, offset, _byte_view(rows), partial(target.copy_, rows[wanted]))
+    return _byte_view(rows), partial(target.copy_, rows[wanted])
 
 
 def _relative(ranges: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
