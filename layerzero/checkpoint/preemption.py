@@ -162,14 +162,6 @@ class LeaveRequest:
         self._signaled = True
         self._start_deadline()
 
-    def handle_signal(self, signum: int) -> None:
-        """Start the deadline timer if `signum` is this request's signal.
-
-        The thread that reads wakeup bytes calls this method.
-        """
-        if signum == self._signum:
-            self._start_deadline()
-
     def _start_deadline(self) -> None:
         if self._timer is None and self._deadline is not None:
             self._timer = threading.Thread(target=self._enforce_deadline, name="layerzero deadline", daemon=True)
@@ -235,4 +227,5 @@ class _Wakeups:
         with self._heard, suppress(OSError):
             while received := self._heard.recv(1):
                 for request in tuple(_open_requests):
-                    request.handle_signal(received[0])
+                    if request._signum == received[0]:
+                        request._start_deadline()
