@@ -66,9 +66,6 @@ class GradientBuffer:
 
     # State and contents
 
-    def __getitem__(self, slot: int) -> SlotState:
-        return SlotState(self._states[slot])
-
     @property
     def empty(self) -> bool:
         """True if no slot is written."""

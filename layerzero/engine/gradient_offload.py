@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class AccumulatorAllocator:
     @property
     def host_bytes(self) -> int:
         """Number of bytes currently allocated in host memory for accumulators."""
-        return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
+        return sum(each.host_bytes for each in self._made)
 
     def make(
         self,
@@ -112,6 +113,19 @@ class OffloadedStorage(GradientStorage):
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
         self._newer = False  # True if the slab has contents that the host does not have
         self._stored: StreamEvent = None  # event of the last copy to the host
+        self._leases = 0
+
+    @property
+    def leased(self) -> bool:
+        """True while the memory must not move."""
+        return self._leases > 0
+
+    def lease(self, leases: ExitStack) -> None:
+        self._leases += 1
+        leases.callback(self._end_lease)
+
+    def _end_lease(self) -> None:
+        self._leases -= 1
 
     @property
     def host_bytes(self) -> int:
@@ -132,21 +146,19 @@ class OffloadedStorage(GradientStorage):
 
     def close(self, *, keep: bool) -> None:
         with self.guard:
-            self._close(keep=keep)
-
-    def _close(self, *, keep: bool) -> None:
-        if keep and self._newer:
-            assert self._device is not None and self._unit_accumulators.slab is not None
-            if self._host is None:
-                self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
-            self._stored = self._slabs.copy(self._unit_accumulators.slab, self._host, self._device, to_host=True)
-        elif self._unit_accumulators.slab is not None:
-            self._unit_accumulators.slab.end_uses()
-        self._newer = False
+            slab = self._unit_accumulators.slab
+            if keep and self._newer:
+                assert self._device is not None and slab is not None
+                if self._host is None:
+                    self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
+                self._stored = self._slabs.copy(slab, self._host, self._device, to_host=True)
+            elif slab is not None:
+                slab.end_uses()
+            self._newer = False
 
     def leave_slab(self) -> None:
         """Copy the contents to the host before the slab is assigned to another unit."""
-        self._close(keep=True)
+        self.close(keep=True)
         self._device = None
 
     def _enter_slab(self, *, keep: bool) -> Tensor:
@@ -219,16 +231,10 @@ class _Slabs:
             accumulators.leave_slab()
         return accumulators
 
-    def find_unleased_slab(self) -> _Slab | None:
-        """Return the least recently used slab that is not leased, or None if all slabs are leased."""
-        for slab in self._slabs:
-            if slab.accumulators is None or not slab.accumulators.leased:
-                return slab
-        return None
-
     def assign_slab(self, accumulators: _UnitAccumulators) -> _Slab:
-        """Return the slab of a unit. If the unit has no slab, first assign one to it."""
-        slab = accumulators.slab or self.find_unleased_slab()
+        """Return the slab of a unit. If the unit has no slab, first assign the least recently used one to it."""
+        unleased = (each for each in self._slabs if each.accumulators is None or not each.accumulators.leased)
+        slab = accumulators.slab or next(unleased, None)
         assert slab is not None, "collectives read both slabs"
         if slab.accumulators is not accumulators:
             if slab.accumulators is not None:

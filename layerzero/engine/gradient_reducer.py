@@ -147,7 +147,7 @@ class GradientReducer:
         with plain_access():
             for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
-                grad_attribute.gradients.begin_pass(reduces=reduces)
+                grad_attribute.gradients.pass_reduces = reduces
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.

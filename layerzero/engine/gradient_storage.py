@@ -39,9 +39,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -54,10 +52,8 @@ __all__ = [
     "AliasedStorage",
     "GradientStorage",
     "HostStorage",
-    "Lease",
     "PersistentStorage",
     "PooledStorage",
-    "SendLease",
 ]
 
 
@@ -79,25 +75,19 @@ class GradientStorage(ABC):
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel = numel
         self.dtype = dtype
-        self._leases = 0
 
     @property
     def nbytes(self) -> int:
         """Number of bytes currently allocated on the device for this storage alone."""
         return 0
 
-    @property
-    def leased(self) -> bool:
-        """True while the memory must not move, because a collective reads it or adds its result to it."""
-        return self._leases > 0
+    def lease(self, leases: ExitStack) -> None:  # noqa: B027 - the memory of most storages never moves
+        """Keep the memory in place until `leases` is closed, because a collective reads it or adds its result to it."""
 
-    def lease(self) -> Lease:
-        """Return a lease that keeps the memory in place while a collective is in flight."""
-        self._leases += 1
-        return Lease(self._end_lease)
-
-    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Lend the contents, in the dtype `wire`, to a collective. They are discarded when the returned lease ends.
+    def lend_send_buffer(
+        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
+    ) -> Tensor:
+        """Lend the contents, in the dtype `wire`, to a collective. They are discarded when `leases` is closed.
 
         Args:
             wire: dtype in which the contents are sent.
@@ -108,16 +98,11 @@ class GradientStorage(ABC):
         if tensor.dtype != wire or copies:
             tensor = pool.acquire(self.numel, wire).copy_(tensor)
             self.close(keep=False)
-            return SendLease(partial(pool.release, tensor), tensor)
-        self._leases += 1
-        return SendLease(self._end_send_lease, tensor)
-
-    def _end_lease(self) -> None:
-        self._leases -= 1
-
-    def _end_send_lease(self) -> None:
-        self._leases -= 1
-        self.close(keep=False)
+            leases.callback(pool.release, tensor)
+        else:
+            leases.callback(self.close, keep=False)
+            self.lease(leases)
+        return tensor
 
     @abstractmethod
     def open(self, *, keep: bool) -> Tensor:
@@ -154,29 +139,6 @@ class GradientStorage(ABC):
         """
 
 
-class Lease:
-    """Lease that keeps the memory of a storage in place while a collective uses it.
-
-    The code that finishes the collective ends the lease. Ending a lease a second time has no effect.
-    """
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
-
-    def end(self) -> None:
-        if self._end is not None:
-            end, self._end = self._end, None
-            end()
-
-
-class SendLease(Lease):
-    """Lease on `tensor`, which a collective reads."""
-
-    def __init__(self, end: Callable[[], None], tensor: Tensor) -> None:
-        super().__init__(end)
-        self.tensor = tensor
-
-
 class PersistentStorage(GradientStorage):
     """Storage with separate memory: a send buffer of the transport, or plain memory of the device."""
 
@@ -192,15 +154,16 @@ class PersistentStorage(GradientStorage):
     def open(self, *, keep: bool) -> Tensor:
         return self._buffer.open()
 
-    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+    def lend_send_buffer(
+        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
+    ) -> Tensor:
         """Lend the contents to a collective, as in the base class, unless peers read the memory in place.
 
         If they do, the tensor keeps the dtype of the storage, and the peers round to `wire`.
         """
-        if not self._buffer.read_in_place:
-            return super().lend_send_buffer(wire, pool, copies=copies)
-        self._leases += 1
-        return SendLease(self._end_send_lease, self.open(keep=True))
+        if self._buffer.read_in_place:
+            return self.open(keep=True)
+        return super().lend_send_buffer(wire, pool, leases, copies=copies)
 
 
 class PooledStorage(GradientStorage):
@@ -217,12 +180,15 @@ class PooledStorage(GradientStorage):
             self._tensor = self._pool.acquire(self.numel, self.dtype)
         return self._tensor
 
-    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+    def lend_send_buffer(
+        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
+    ) -> Tensor:
         if self.dtype != wire:
-            return super().lend_send_buffer(wire, pool)
+            return super().lend_send_buffer(wire, pool, leases)
         tensor = self.open(keep=True)
         self._tensor = None  # gradients that arrive during the collective are written to another buffer
-        return SendLease(partial(self._pool.release, tensor), tensor)
+        leases.callback(self._pool.release, tensor)
+        return tensor
 
     def close(self, *, keep: bool) -> None:
         if not keep and self._tensor is not None:

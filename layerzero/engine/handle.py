@@ -369,7 +369,7 @@ class Handle:
         """Divide the sum of all ranks' gradients by `factor` in later backward passes."""
         self.reduction_spec = self.reduction_spec.with_divide_factor(factor)
         if self.gradients is not None:
-            self.gradients.set_spec(self.reduction_spec)
+            self.gradients.spec = self.reduction_spec
 
     @property
     def inspector(self) -> Inspect | None:

@@ -15,7 +15,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum, auto
+from contextlib import ExitStack
 from functools import cached_property, partial
 
 import torch
@@ -25,7 +25,6 @@ from layerzero.comm.codecs import EncodedPartsSpec, has_feedback, residual_numel
 from layerzero.comm.collectives import (
     Collective,
     Communicator,
-    LaunchedCollective,
     PendingReduction,
     encoded_reduce_scatter,
     reduce_scatter,
@@ -39,7 +38,6 @@ from layerzero.engine.gradient_storage import (
     AliasedStorage,
     GradientStorage,
     HostStorage,
-    Lease,
     PersistentStorage,
     PooledStorage,
 )
@@ -49,17 +47,9 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
+__all__ = ["HandleGradients", "HandleReduction", "Inspect"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
-
-
-class ResidualState(Enum):
-    """State of the gradient to which the stored errors belong; see [Note: Error feedback]."""
-
-    PENDING = auto()  # no step has used it yet
-    APPLIED = auto()  # a step has used the gradient of at least one parameter
-    DROPPED = auto()  # the gradients of all parameters were dropped, or set to zero, before a step used them
 
 
 class HandleGradients:
@@ -80,6 +70,9 @@ class HandleGradients:
             reduction_spec.py.
         final: buffer of the final gradient.
         reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
+        spec: stages of the reduction. A new spec may differ from it only in its scales, and needs no accumulated
+            gradients.
+        pass_reduces: True if the current backward pass reduces gradients over all ranks.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class HandleGradients:
         mesh: MeshResources,
         to_host: HostDeviceCopies | None = None,
     ) -> None:
-        self.set_spec(spec)
+        self.spec = spec
         self.label = label
         self.mesh_info = mesh.mesh_info
         self.transport = mesh.transport
@@ -100,7 +93,7 @@ class HandleGradients:
         self._accumulators = mesh.pools.accumulators
         self._to_host = to_host
         self._layout = layout
-        self._reduces = True
+        self.pass_reduces = True
         self.buffers: dict[Extent, GradientBuffer] = {}  # excludes a separate accumulator
         self._separate = None if spec.separate_dtype is None else self._separate_accumulator(spec.separate_dtype)
         targets = (stage.target for stage in spec.stages)
@@ -113,15 +106,9 @@ class HandleGradients:
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
-        self._residual_state = ResidualState.PENDING
+        self._residual_is_applied = False  # True if a step has used the gradient of at least one parameter
         self._live_slots: set[int] = set()  # slots whose gradients were not dropped since the errors were stored
         self.inspector: Inspect | None = None  # called with incoming gradients by slot, before they are sent
-
-    def set_spec(self, spec: ReductionSpec) -> None:
-        """Use a spec that differs from the previous one only in its scales. There are no accumulated gradients."""
-        self.spec = spec
-        self._accumulating = spec.stages_between(spec.incoming_extent, spec.accumulator_extent)
-        self._rest = spec.stages_between(spec.accumulator_extent, Extent.ZERO1)
 
     @property
     def replica_part_sizes(self) -> tuple[int, ...] | None:
@@ -189,28 +176,23 @@ class HandleGradients:
         if self.residual is None:
             numel = residual_numel(self._layout, self.mesh_info.grid)
             self.residual = torch.zeros(numel, dtype=torch.bfloat16, device=self.pool.device)
-        elif self._residual_state is ResidualState.DROPPED:
-            self.residual.zero_()
-        self._residual_state, self._live_slots = ResidualState.PENDING, set(range(len(self.usage)))
+        self._residual_is_applied, self._live_slots = False, set(range(len(self.usage)))
         return self.residual
 
     @property
     def residual_to_scale(self) -> Tensor | None:
         """Residuals of messages whose gradients no optimizer step has used yet. None if there are none."""
-        return self.residual if self._residual_state is ResidualState.PENDING else None
+        return None if self._residual_is_applied else self.residual
 
     def record_step(self, slots: Iterable[int]) -> None:
         """Record that an optimizer has updated the parameters at `slots`."""
-        if self._residual_state is ResidualState.PENDING and any(
-            self.usage[slot] for slot in self._live_slots.intersection(slots)
-        ):
-            self._residual_state = ResidualState.APPLIED
+        self._residual_is_applied |= any(self.usage[slot] for slot in self._live_slots.intersection(slots))
 
     def record_drop(self, slots: Iterable[int]) -> None:
         """Record that the final gradients at `slots` have been dropped or set to zero."""
         self._live_slots.difference_update(slots)
-        if self._residual_state is ResidualState.PENDING and not any(self.usage[slot] for slot in self._live_slots):
-            self._residual_state = ResidualState.DROPPED
+        if not self._residual_is_applied and not any(self.usage[slot] for slot in self._live_slots):
+            self.clear_residual()
 
     def clear_residual(self) -> None:
         """Discard the errors of the previous encoded messages."""
@@ -222,7 +204,7 @@ class HandleGradients:
     @property
     def incoming(self) -> GradientBuffer:
         """Buffer to which the current backward pass adds the gradients from autograd."""
-        if self._separate is not None and not self._reduces and not self.spec.accumulator_is_reduced:
+        if self._separate is not None and not self.pass_reduces and not self.spec.accumulator_is_reduced:
             return self._separate
         return self.buffers[self.spec.incoming_extent]
 
@@ -259,17 +241,9 @@ class HandleGradients:
     @property
     def benefits_from_no_sync(self) -> bool:
         """True if a backward pass inside no_sync runs fewer collectives than one outside no_sync."""
-        return len(self.spec.stages) > len(self._accumulating)
+        return len(self.spec.stages) > len(self.spec.accumulating_stages)
 
     # One backward pass
-
-    def begin_pass(self, *, reduces: bool) -> None:
-        """Begin a backward pass.
-
-        Args:
-            reduces: True if the pass reduces gradients over all ranks.
-        """
-        self._reduces = reduces
 
     def wait_until_writable(self) -> None:
         """Wait until gradients can be added to the incoming buffer, which an in-flight reduction may use."""
@@ -297,26 +271,12 @@ class HandleGradients:
         if not self.spec.accumulator_is_reduced and (self.incoming is self.accumulator or not self.accumulator.empty):
             self.accumulator.storage.prefetch(keep=not self.accumulator.untouched)
 
-    def create_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Create the reduction of the gradients of this pass, or return None if no collective is needed.
+    def create_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
+        """Create the reduction that runs `stages`, or return None if there are none.
 
-        The pass must not add gradients after this call. The caller submits the reduction to streams.
-
-        Args:
-            across_replicas: if True, incoming gradients are reduced into the final gradient, otherwise into the
-                accumulator.
+        The current backward pass must not add gradients after this call. The caller submits the reduction to streams.
         """
         self.pending_slots.end()
-        return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
-
-    def create_accumulated_reduction(self) -> HandleReduction | None:
-        """Create the reduction that adds the gradients accumulated inside no_sync to the final gradient.
-
-        Return None if no collective is needed.
-        """
-        return self._new_reduction(self._rest)
-
-    def _new_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
         if not stages:
             self.incoming.close_until_write()
             return None
@@ -455,8 +415,7 @@ class HandleReduction:
         self.finished_events: list[Waitable] = []
         self._stages = stages
         self._pending: PendingReduction | None = None  # the in-flight collective
-        self._leases: tuple[Lease, ...] = ()  # leases on memory that the collective uses
-        self._launched: list[LaunchedCollective] = []  # collectives launched so far
+        self._leases = ExitStack()  # leases on memory that the collective uses
         self._streams: ReductionStreams  # set by submit()
 
     def submit(self, streams: ReductionStreams) -> None:
@@ -523,7 +482,7 @@ class HandleReduction:
                 self._pending.wait(off_main_thread=self._streams.off_main_thread)
             except BaseException:
                 self._pending = None
-                self._end_leases()
+                self._leases.close()
                 raise
 
     def _add_received(self, stage: ReductionStage, next_stage: ReductionStage | None = None) -> None:
@@ -549,20 +508,17 @@ class HandleReduction:
         pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
         # For a second collective, send a copy. Its wait comes later, and other handles may need the slab before then.
         sent = source.storage.lend_send_buffer(
-            stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
+            stage.wire_dtype, pool, self._leases, copies=not is_first and not source.storage.lasting
         )
-        leases: list[Lease] = [sent]
         for buffer in self._buffers_used_with_result(stage):
             if not buffer.storage.lasting:
                 buffer.storage.prefetch(keep=not buffer.untouched)
-                leases.append(buffer.storage.lease())
-        self._leases = tuple(leases)
+                buffer.storage.lease(self._leases)
         try:
-            self._pending = self._start(stage, sent.tensor, pool)
+            self._pending = self._start(stage, sent, pool)
         except BaseException:
-            self._end_leases()
+            self._leases.close()
             raise
-        self._launched.append(self._pending.work.launched)
 
     def _is_last(self, stage: ReductionStage) -> bool:
         return stage is self._stages[-1]
@@ -599,9 +555,4 @@ class HandleReduction:
             if is_last:
                 target.close_until_write()
         finally:
-            self._end_leases()
-
-    def _end_leases(self) -> None:
-        leases, self._leases = self._leases, ()
-        for lease in leases:
-            lease.end()
+            self._leases.close()

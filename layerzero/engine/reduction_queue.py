@@ -50,7 +50,8 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from layerzero.device.streams import ReductionStreams, Waitable
-from layerzero.engine.handle_gradients import HandleGradients, HandleReduction
+from layerzero.engine.handle_gradients import HandleGradients
+from layerzero.engine.reduction_spec import ReductionStage
 
 __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
@@ -106,7 +107,7 @@ class ReductionQueue:
             if gradients not in self._inner:
                 ready, inner = ready + inner, []
         for gradients in ready:
-            self._start(gradients, across_replicas=across_replicas)
+            self._start_next(gradients, across_replicas=across_replicas)
 
     def start_inner(self, ended: Iterable[HandleGradients | None], *, across_replicas: bool) -> None:
         """Start the reductions of those handles in `ended` that are ready, before the handles that precede them.
@@ -116,7 +117,7 @@ class ReductionQueue:
         """
         for gradients in ended:
             if gradients in self._waiting and gradients.pending_slots.all_ready:
-                self._start(gradients, across_replicas=across_replicas)
+                self._start_next(gradients, across_replicas=across_replicas)
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start the reductions of the remaining handles, and end the pass.
@@ -124,7 +125,7 @@ class ReductionQueue:
         Wait for all reductions, unless [Note: End of a backward pass inside no_sync] applies.
         """
         for gradients in list(self._waiting):
-            self._start(gradients, across_replicas=across_replicas)
+            self._start_next(gradients, across_replicas=across_replicas)
         if across_replicas or self._waits_after_no_sync:
             self.wait_for_in_flight()
         else:
@@ -146,8 +147,7 @@ class ReductionQueue:
         try:
             for gradients in self.order:
                 gradients.wait_for_reduction()
-                self._prepare(gradients)
-                self._start_reduction(gradients.create_accumulated_reduction())
+                self._start(gradients, gradients.spec.remaining_stages)
         except BaseException:
             self.drain()
             raise
@@ -186,17 +186,16 @@ class ReductionQueue:
         self.streams.record_gradients_event().wait()
         self._waiting = dict.fromkeys(self.order)
 
-    def _start(self, gradients: HandleGradients, *, across_replicas: bool) -> None:
+    def _start_next(self, gradients: HandleGradients, *, across_replicas: bool) -> None:
         del self._waiting[gradients]
-        self._prepare(gradients)
-        self._start_reduction(gradients.create_reduction(across_replicas=across_replicas))
+        spec = gradients.spec
+        self._start(gradients, spec.stages if across_replicas else spec.accumulating_stages)
 
-    def _prepare(self, gradients: HandleGradients) -> None:
+    def _start(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self._reducing.append(gradients)
         if gradients.inspector is not None:  # it runs on the current stream, but gradients may arrive on another one
             self.streams.record_gradients_event().wait()
-
-    def _start_reduction(self, reduction: HandleReduction | None) -> None:
+        reduction = gradients.create_reduction(stages)
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)

@@ -178,21 +178,26 @@ class ReductionSpec:
                     Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, hop2_scale, hop2_codec
                 ),
             )
+        accumulator, incoming_dtype = Extent.FULL, precision.master
         if sends_each:
-            accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
-            separate = None if accumulator is Extent.ZERO1 else precision.accumulator
-            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor, separate, replan)
-        separate, scale = precision.accumulator, 1.0 / incoming_divisor
-        return cls(Extent.FULL, Extent.FULL, stages, precision.master, scale, separate, replan)
+            accumulator, incoming_dtype = Extent.ZERO1 if accumulation == "local" else stages[0].target, incoming
+        separate = None if accumulator is Extent.ZERO1 else precision.accumulator
+        return cls(Extent.FULL, accumulator, stages, incoming_dtype, 1.0 / incoming_divisor, separate, replan)
 
     def with_divide_factor(self, divide_factor: float) -> ReductionSpec:
         """Return this spec with another divisor. Extents and dtypes do not change."""
         assert self.replan is not None
         return self.replan(divide_factor=divide_factor)
 
-    def stages_between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
-        """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
-        return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
+    @functools.cached_property
+    def accumulating_stages(self) -> tuple[ReductionStage, ...]:
+        """Stages that reduce incoming gradients into the accumulator, in a backward pass inside no_sync."""
+        return tuple(stage for stage in self.stages if stage.target >= self.accumulator_extent)
+
+    @property
+    def remaining_stages(self) -> tuple[ReductionStage, ...]:
+        """Stages that reduce the accumulator into the final gradient."""
+        return self.stages[len(self.accumulating_stages) :]
 
     def buffers(
         self, layout: FlatLayout, traits: RankTraits, *, master: torch.dtype, offload: Offload

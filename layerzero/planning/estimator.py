@@ -228,7 +228,7 @@ class _Passes:
         self.zero3["each backward"] += 0.0 if stays else sent.get("regather", sent.get("gather", 0.0))
         if handle.trainable:
             spec = handle.reduction_spec
-            each_time = spec.stages_between(spec.incoming_extent, spec.accumulator_extent)
+            each_time = spec.accumulating_stages
             for stage in spec.stages:
                 axis = self.zero3 if stage.collective.value == "hop1" else self.replica
                 axis["each backward" if stage in each_time else "last backward"] += sent[stage.collective.value]

@@ -233,7 +233,7 @@ def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
     """Return the numbers of recorded events and of waits per reduction of the last of three steps."""
     register()
     mesh, counts = mesh_on(NAME, 2), [0, 0]
-    record, wait, start = Stream.record_event, Stream.wait_event, ReductionQueue._start_reduction
+    record, wait, start = Stream.record_event, Stream.wait_event, ReductionQueue._start
     per_reduction: list[tuple[int, int]] = []
 
     def recording(stream: Stream) -> Event:
@@ -255,7 +255,7 @@ def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
         with (
             mock.patch.object(Stream, "record_event", recording),
             mock.patch.object(Stream, "wait_event", waiting),
-            mock.patch.object(ReductionQueue, "_start_reduction", starting),
+            mock.patch.object(ReductionQueue, "_start", starting),
         ):
             for step in range(3):
                 integer_loss(model, integer_batch(step=step, rank=rank)).backward()
