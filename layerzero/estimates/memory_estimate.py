@@ -17,6 +17,8 @@ from layerzero.comm.codecs import EncodedPartsSpec, has_feedback, residual_numel
 from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
+from layerzero.engine.rank_traits import RankTraits
+from layerzero.engine.reduction_spec import ReductionStage
 from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.scratch_buffers import count_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
@@ -93,38 +95,44 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
     depends on the weights.
     """
     sent_bytes: dict[str, list[int]] = {}
+
+    def record(collective: Collective, nbytes: int) -> None:
+        sent_bytes.setdefault(collective.value, []).append(nbytes)
+
     encoded = any(handle.encodes_refresh for unit in units for handle in unit.handles)
     for unit in units:
         grid, transport = unit.traits.grid, unit.traits.transport
         for handle in unit.handles:
-            layout, compute = handle.layout, handle.precision.compute
-            full_numel, zero3_numel = layout.numel, grid.numel(layout, Extent.ZERO3)
+            zero3_bytes = grid.numel(handle.layout, Extent.ZERO3) * handle.precision.compute.itemsize
+            parts = [handle.coded // grid.zero3_size or zero3_bytes]
             if handle.extension is not None:
-                for received in handle.extension.received if grid.zero3_size > 1 else ():
-                    sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
-                    sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
-            elif grid.zero3_size > 1:
-                part_bytes = handle.coded // grid.zero3_size or zero3_numel * compute.itemsize
-                sent = 0 if transport.shares_memory else (grid.zero3_size - 1) * part_bytes
-                sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
+                parts = [received // grid.zero3_size for received in handle.extension.received]
+            elif transport.shares_memory:
+                parts = [0]
+            for nbytes in parts if grid.zero3_size > 1 else ():
+                record(Collective.GATHER, (grid.zero3_size - 1) * nbytes)
             if kept_bytes := unit.post_forward_bytes_of(handle):
-                sent_bytes.setdefault(Collective.REGATHER.value, []).append(
-                    (unit.reshard_after_forward - 1) * kept_bytes
-                )
-            if grid.replicas > 1 and handle.trainable and not layout.bounds and not encoded:
-                sent = (grid.replicas - 1) * (zero3_numel // grid.replicas) * compute.itemsize
-                sent_bytes.setdefault(Collective.REFRESH.value, []).append(sent)
-            for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
-                is_hop1, dtype = stage.collective is Collective.HOP1, stage.wire_dtype
-                if is_hop1 and transport.shares_memory and handle.has_persistent_send_buffer(config):
-                    dtype = handle.precision.master
-                ranks, source_numel = (grid.zero3_size, full_numel) if is_hop1 else (grid.replicas, zero3_numel)
-                sent = (ranks - 1) * (source_numel // ranks) * dtype.itemsize
-                if stage.codec is not None:
-                    widths = EncodedPartsSpec.of(stage.codec, layout, grid, dtype).widths
-                    sent = sum(widths) - widths[grid.replica_rank]
-                sent_bytes.setdefault(stage.collective.value, []).append(sent)
+                record(Collective.REGATHER, (unit.reshard_after_forward - 1) * kept_bytes)
+            if handle.layout.bounds or not handle.trainable:
+                continue
+            if grid.replicas > 1 and not encoded:
+                record(Collective.REFRESH, (grid.replicas - 1) * (zero3_bytes // grid.replicas))
+            for stage in handle.reduction_spec.stages:
+                record(stage.collective, _reduction_bytes(stage, handle, unit.traits, config))
     return sent_bytes
+
+
+def _reduction_bytes(stage: ReductionStage, handle: HandleSpec, traits: RankTraits, config: LayerZeroConfig) -> int:
+    """Return the number of bytes that a rank sends in a stage of a reduction between equal ZeRO-1 shards."""
+    grid, is_hop1 = traits.grid, stage.collective is Collective.HOP1
+    if stage.codec is not None:
+        widths = EncodedPartsSpec.of(stage.codec, handle.layout, grid, stage.wire_dtype).widths
+        return sum(widths) - widths[grid.replica_rank]
+    in_place = is_hop1 and traits.transport.shares_memory and handle.has_persistent_send_buffer(config)
+    dtype = handle.precision.master if in_place else stage.wire_dtype
+    return (
+        ((grid.zero3_size if is_hop1 else grid.replicas) - 1) * grid.numel(handle.layout, stage.target) * dtype.itemsize
+    )
 
 
 def device_bytes(kinds: Mapping[str, int]) -> int:
