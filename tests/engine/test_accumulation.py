@@ -10,12 +10,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import layerzero
-from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, prepare
 from tests.support.models import (
-    Step,
     different,
     exact_sgd,
     full_gradients,
@@ -25,126 +23,6 @@ from tests.support.models import (
     union,
 )
 from tests.support.ranks import BOTH, on_ranks, run_ranks
-
-
-def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
-    """Train each model for two steps with two patterns, in alternating order from mode to mode."""
-    patterns = list(itertools.product((False, True), repeat=3))  # True: inside no_sync
-    if zero3_size != 2:
-        patterns = patterns[2::5]
-    pairs = list(zip(patterns[::2], patterns[1::2], strict=True))
-    reference = alone([range(3), range(3)])
-    mesh = layerzero.init_mesh(zero3_size)
-    for mode, pair in itertools.product(MODES, pairs):
-        model, optimizer = prepare(mode, zero3_size=None, mesh=mesh)
-        for step, (pattern, expected) in enumerate(zip(pair if mode == "full" else pair[::-1], reference, strict=True)):
-            for index, inside_no_sync in enumerate(pattern):
-                backward(model, rank, index, inside_no_sync=inside_no_sync, step=step)
-            case = f"S={zero3_size} {mode}, inside no_sync: {pattern}, step {step}"
-            assert_step(model, optimizer, expected, case)
-            optimizer.zero_grad()
-
-
-# With S = 1 there is no shared memory.
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize(
-    ("zero3_size", "shared_memory"),
-    [(1, "off"), (2, "off"), (4, "off"), *(pytest.param(size, None, marks=pytest.mark.exhaustive) for size in (2, 4))],
-    ids=str,
-)
-def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int, shared_memory: str | None) -> None:
-    run_ranks(_any_mix_of_backwards, zero3_size, shared_memory=shared_memory)
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_gradients_add_up_until_zero_grad_even_across_steps(rank: int) -> None:
-    # Without zero_grad, the gradient of the second step is the sum over all backwards so far.
-    for mode, pattern in itertools.product(MODES, itertools.product((False, True), repeat=2)):
-        net = integer_net()
-        theirs = exact_sgd(net.parameters())
-        model, optimizer = prepare(mode)
-        for step, inside_no_sync in enumerate(pattern):
-            case = f"{mode}, inside no_sync: {pattern}, step {step}"
-            integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(WORLD)])).backward()
-            theirs.step()
-            backward(model, rank, 0, inside_no_sync=inside_no_sync, step=step)
-            assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
-
-
-def _forget_one_by_one(model: nn.Module, optimizer: Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-FORGET: dict[str, Callable[[nn.Module, Optimizer], None]] = {
-    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer.zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
-    "model.zero_grad(set_to_none=False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "p.grad = None": _forget_one_by_one,
-}
-
-
-def _forget_in_every_way(rank: int, way: str) -> None:
-    forget = FORGET[way]
-    mesh = layerzero.init_mesh(2)
-    for mode, pattern in itertools.product(MODES, ("rrr", "rur", "uuu")):  # r: reduced, u: inside no_sync
-        case = f"{way}, {mode}, {pattern}"
-        net = integer_net()
-        theirs = exact_sgd(net.parameters())
-        model, optimizer = prepare(mode, zero3_size=None, mesh=mesh)
-
-        def both_backward(index: int, net=net, model=model, pattern=pattern) -> None:
-            integer_loss(net, union([integer_batch(micro_batch=index, rank=r) for r in range(WORLD)])).backward()
-            backward(model, rank, index, inside_no_sync=pattern[index] == "u")
-
-        both_backward(0)
-        both_backward(1)
-        forget(net, theirs)
-        forget(model, optimizer)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert bool(gradients) == ("set_to_none=False" in way), case
-        assert not any(gradient.to_local().any() for gradient in gradients), case
-        for when in ("without a gradient", "with the next"):
-            if when == "with the next":
-                forget(net, theirs)
-                forget(model, optimizer)
-                both_backward(2)
-            theirs.step()
-            expected = Step([], gradients_of(net), dict(net.named_parameters()))
-            assert_step(model, optimizer, expected, f"{case}: step {when}")
-
-
-# In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("way", "shared_memory"),
-    [
-        *(pytest.param(way, "off", marks=[pytest.mark.slow] * (not way.startswith("optimizer"))) for way in FORGET),
-        ("p.grad = None", None),
-        ("model.zero_grad(set_to_none=False)", None),
-    ],
-    ids=str,
-)
-def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, shared_memory: str) -> None:
-    run_ranks(_forget_in_every_way, way, shared_memory=shared_memory)
-
-
-@on_ranks()
-def test_dropping_one_parameters_gradient_drops_no_other(rank: int) -> None:
-    first, second = alone([[0]])[0].gradients, alone([[1]])[0].gradients
-    both = alone([[0, 1]])[0].gradients
-    assert first["second.weight"].any() and second["second.weight"].any()
-    for mode, inside_no_sync in itertools.product(MODES, (False, True)):
-        model, optimizer = prepare(mode)
-        backward(model, rank, 0, inside_no_sync=inside_no_sync)
-        model.second.weight.grad = None
-        backward(model, rank, 1, inside_no_sync=inside_no_sync)
-        optimizer.step()
-        wrong = different(full_gradients(model), both | {"second.weight": second["second.weight"]})
-        assert not wrong, f"{mode}, inside no_sync: {inside_no_sync}: {wrong}"
 
 
 @on_ranks()
@@ -223,32 +101,21 @@ def _backward_of_matrix(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
     return model, torch.tensor([1.0, -2.0, 3.0, 6.0]).expand(rows, 4)
 
 
-def _clip_matrix(rank: int, rows: int, clip: Callable[..., Tensor]) -> list[int]:
-    for norm_type in (math.inf, 2.0):
-        model, gradient = _backward_of_matrix(rank, rows)
-        expected = torch.linalg.vector_norm(gradient, norm_type)
-        torch.testing.assert_close(clip(model, 0.5, norm_type), expected, msg=f"norm {norm_type}")
-        torch.testing.assert_close(model.matrix.grad.full_tensor(), 0.5 * gradient / expected)
-    return list(model.matrix.to_local().shape)
-
-
-@pytest.mark.parametrize("clip", [torch_clips, layerzero.clip_grad_norm_])
-def test_clipping_where_every_rank_holds_rows(clip: Callable[..., Tensor]) -> None:
-    assert run_ranks(_clip_matrix, 8, clip) == [[2, 4]] * WORLD
-
-
-def test_our_clipping_where_most_ranks_hold_no_row() -> None:
-    assert sorted(run_ranks(_clip_matrix, 1, layerzero.clip_grad_norm_)) == [[0, 4]] * (WORLD - 1) + [[1, 4]]
-
-
 @on_ranks()
-def test_the_infinite_norm_of_no_row_is_zero_or_an_error_that_names_the_way_out(rank: int) -> None:
-    # Runs in torch's clipping before its first collective: an error on one rank leaves the other ranks waiting.
-    model, _ = _backward_of_matrix(rank, 1)
+def test_clipping_where_every_rank_holds_rows_or_most_hold_none(rank: int) -> None:
+    for rows, clip in ((8, torch_clips), (8, layerzero.clip_grad_norm_), (1, layerzero.clip_grad_norm_)):
+        for norm_type in (math.inf, 2.0):
+            model, gradient = _backward_of_matrix(rank, rows)
+            expected = torch.linalg.vector_norm(gradient, norm_type)
+            torch.testing.assert_close(clip(model, 0.5, norm_type), expected, msg=f"norm {norm_type}")
+            torch.testing.assert_close(model.matrix.grad.full_tensor(), 0.5 * gradient / expected)
+            assert len(model.matrix.to_local()) in ((2,) if rows == 8 else (0, 1))
+    # torch's clipping, before its first collective: an error on one rank leaves the other ranks waiting.
     norms = {
         "linalg": lambda model: torch.linalg.vector_norm(model.matrix.grad, math.inf).to_local().item(),
         "foreach": lambda model: torch._foreach_norm([model.matrix.grad], math.inf)[0].to_local().item(),
     }
+    model, _ = _backward_of_matrix(rank, 1)
     largest = 6.0 if model.matrix.to_local().numel() else 0.0
     for name, norm in norms.items():
         answer = answer_of(norm, model)

@@ -38,6 +38,24 @@ from tests.support.graphs import (
 from tests.support.ranks import on_ranks, run_ranks
 
 
+def _pair(settings: dict[str, Any], count: int = 3, **more: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a sharded model and the same model in one process. One unit is not used, unless `more` has an order."""
+    torch.manual_seed(0)
+    alone = blocks(count, **({"order": (0, 2)} | more))
+    return shard(copy.deepcopy(alone), **settings), alone
+
+
+def _scale(model: nn.Module, factor: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad * factor
+
+
+def _step(*optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Uneven(nn.Module):
     """Matrix, and a parameter beside which its rows are on few ranks: `torch.chunk` would place them elsewhere."""
 
@@ -87,65 +105,54 @@ def _decay(model: nn.Module) -> None:
             parameter.grad.add_(pull)
 
 
-def _replace(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None if parameter.grad is None else parameter.grad * 2
-
-
 @pytest.mark.slow
 @on_ranks(world_size=WORLD)
 def test_gradients_written_by_hand_count_like_those_of_a_backward(rank: int) -> None:
     """Change gradients by hand. r: a backward outside no_sync; d, x: changes; s: a step on the sum over ranks."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for script in ("drd", "rdr", "rxr", "d", "drsrd", "rsdr"):
-            torch.manual_seed(0)
-            alone = blocks(3, order=(0, 2))  # one unit is never used: its gradient is the written one, or None
-            model = shard(copy.deepcopy(alone), **settings)
+            model, alone = _pair(settings)  # of the unused unit, the gradient is the written one, or None
             optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
             for step, action in enumerate(script):
                 if action == "r":
                     one_pass(model, rank, step)
-                    for parameter in alone.parameters():
-                        parameter.grad = None if parameter.grad is None else parameter.grad * WORLD
+                    _scale(alone, WORLD)
                     for r in range(WORLD):
                         one_pass(alone, r, step)
-                    for parameter in alone.parameters():
-                        parameter.grad = None if parameter.grad is None else parameter.grad / WORLD
-                elif action in "dx":
-                    for net in (model, alone):
-                        (_decay if action == "d" else _replace)(net)
+                    _scale(alone, 1 / WORLD)
+                elif action == "d":
+                    _decay(model)
+                    _decay(alone)
+                elif action == "x":
+                    _scale(model, 2)
+                    _scale(alone, 2)
                 else:
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    _step(*optimizers)
             layerzero.clip_grad_norm_(model, float("inf"))
-            for parameter in alone.parameters():
-                parameter.grad = None if parameter.grad is None else parameter.grad * WORLD
+            _scale(alone, WORLD)
             assert_same_gradients(model, alone, (settings, script))
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return 0.1 * sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() for p in model.parameters())
 
 
 @pytest.mark.slow
 @on_ranks(world_size=WORLD)
 def test_a_penalty_on_local_rows_is_a_part_of_the_loss(rank: int) -> None:
-    """Add a penalty on this rank's rows to the loss; each row counts once."""
+    """Add a penalty on this rank's rows, which each count once; autograd writes its gradient to ``.grad``."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
-        for inside_no_sync in (False, True):
-            torch.manual_seed(0)
-            alone = blocks(3, order=(0, 2))
-            model = shard(copy.deepcopy(alone), **settings)
-            for step in range(2):
-                penalty = sum(p.to_local().square().sum() for p in model.parameters())
-                (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
+        for pattern in ("rr", "rrn", "uur", "rur"):  # r: outside no_sync, u: inside, n: inside, without a penalty
+            model, alone = _pair(settings)
+            for step, where in enumerate(pattern):
+                with layerzero.no_sync(model) if where in "un" else nullcontext():
+                    penalty = 0 if where == "n" else _penalty(model)
+                    (loss_of(model(batch(rank, step))) + penalty).backward()
                 for r in range(WORLD):
-                    penalty = sum(p.square().sum() for p in alone.parameters())
-                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
-                if inside_no_sync:
-                    with layerzero.no_sync(model):
-                        one_pass(model, rank, step + 5)
-                    for r in range(WORLD):
-                        one_pass(alone, r, step + 5)
-                    layerzero.clip_grad_norm_(model, float("inf"))
-            assert_same_gradients(model, alone, (settings, inside_no_sync))
+                    (loss_of(alone(batch(r, step))) + (0 if where == "n" else _penalty(alone))).backward()
+            if pattern.endswith("n"):
+                layerzero.clip_grad_norm_(model, float("inf"))
+            assert_same_gradients(model, alone, (settings, pattern))
 
 
 class _Scaled(nn.Module):
@@ -228,30 +235,6 @@ def test_one_process_may_do_as_it_likes(rank: int) -> None:
     torch.testing.assert_close(model.o.weight.grad.full_tensor(), alone.o.weight.grad)
 
 
-@pytest.mark.slow
-@on_ranks(world_size=WORLD)
-def test_a_penalty_in_every_micro_batch(rank: int) -> None:
-    """Add a penalty whose gradient autograd writes to ``.grad`` during a backward, after other gradients."""
-    for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
-        for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
-            torch.manual_seed(0)
-            alone = blocks(3, order=(0, 2))
-            model = shard(copy.deepcopy(alone), **settings)
-            for step, where in enumerate(pattern):
-                with layerzero.no_sync(model) if where == "u" else nullcontext():
-                    penalty = sum(p.to_local().square().sum() for p in model.parameters())
-                    (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
-                for r in range(WORLD):
-                    penalty = sum(p.square().sum() for p in alone.parameters())
-                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
-            assert_same_gradients(model, alone, (settings, pattern))
-
-
-def _penalize_alone(model: nn.Module) -> None:
-    """Run a backward through no unit, which the engine does not see."""
-    sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() * 0.1 for p in model.parameters()).backward()
-
-
 def _delete(model: nn.Module) -> None:
     for parameter in model.parameters():
         del parameter.grad
@@ -271,7 +254,7 @@ ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
     "deleted": (_delete, 1),
     "zero_grad": (lambda model: model.zero_grad(), 1),
     "torch's norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
-    "a penalty alone": (_penalize_alone, WORLD),
+    "a penalty alone": (lambda model: _penalty(model).backward(), WORLD),  # through no unit, unseen by the engine
 }
 ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all units, and no rank uses the last one
 
@@ -303,9 +286,7 @@ def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_fo
     warnings.filterwarnings("ignore", "offload_", UserWarning)  # its purpose on a CPU
     for each in settings:
         for name, (ask, times) in ASKS.items():
-            torch.manual_seed(0)
-            alone = blocks(4)
-            model = shard(copy.deepcopy(alone), **each)
+            model, alone = _pair(each, 4)
             optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
             for step, passes in enumerate((1, 1, 2)):
                 for number in range(passes):
@@ -320,16 +301,12 @@ def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_fo
                     for _ in range(times):
                         ask(alone)
                     if name == "set":
-                        for parameter in alone.parameters():
-                            parameter.grad = parameter.grad * WORLD
+                        _scale(alone, WORLD)
                 if name == "nothing, but the optimizer":
-                    for parameter in alone.parameters():
-                        parameter.grad = None if parameter.grad is None else parameter.grad / WORLD
+                    _scale(alone, 1 / WORLD)
                 else:
                     assert_same_gradients(model, alone, (each, name, step))
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                _step(*optimizers)
             for parameter_name, parameter in alone.named_parameters():
                 ours = model.get_parameter(parameter_name).detach().full_tensor()
                 torch.testing.assert_close(ours, parameter.detach(), msg=f"{each}, {name}")
@@ -337,9 +314,7 @@ def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_fo
 
 def _late(rank: int) -> tuple[nn.Module, nn.Module]:
     """Return a model after a second backward whose result is unread, and the one-process model."""
-    torch.manual_seed(0)
-    alone = blocks(4)
-    model = shard(copy.deepcopy(alone))
+    model, alone = _pair({}, 4)
     for step in range(2):
         model.zero_grad()
         alone.zero_grad()
@@ -419,12 +394,6 @@ def _freeze_late(rank: int) -> None:
     assert_same_gradients(model, alone, "")
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late])
-def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
-    run_ranks(what, world_size=WORLD, shared_memory="off")
-
-
 def _hook_late(rank: int) -> None:
     for ranks in (range(WORLD), (0, 3)):  # that have one
         model, called = shard(blocks(3)), []
@@ -434,6 +403,12 @@ def _hook_late(rank: int) -> None:
             _pass(model, rank, step)
             expected = [model.units[1].linear.weight] * (step + 1) if rank in ranks else []
             assert called == expected, "also where this rank has not used it"
+
+
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late, _hook_late])
+def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
+    run_ranks(what, world_size=WORLD, shared_memory="off")
 
 
 @on_ranks(world_size=WORLD)
@@ -469,9 +444,7 @@ def test_an_edit_between_forward_and_backward_is_an_error(rank: int) -> str:
 def test_a_backward_reaches_the_parameters_that_it_is_given(rank: int) -> None:
     """Pass the parameters of one unit to each backward pass, as in a loop for a GAN that is one model."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
-        torch.manual_seed(0)
-        alone = blocks(3)
-        model = shard(copy.deepcopy(alone), **settings)
+        model, alone = _pair(settings, order=None)
         optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
         for step, part in enumerate((2, 0, 1, 0)):
             for micro_batch in range(2):
@@ -483,9 +456,7 @@ def test_a_backward_reaches_the_parameters_that_it_is_given(rank: int) -> None:
                     loss_of(alone(each)).backward(inputs=[each, *alone.units[part].parameters()])
                 torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=1e-10, atol=1e-12)
             assert_same_gradients(model, alone, (settings, step))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(*optimizers)
         loss_of(model(batch(rank, 0))).backward()  # to all parameters
         for r in range(WORLD):
             loss_of(alone(batch(r, 0))).backward()
@@ -512,30 +483,19 @@ def test_a_backward_reaches_the_parameters_that_it_is_given(rank: int) -> None:
         assert model.scale.grad is None and model.units[0].linear.weight.grad is not None
 
 
+_NOT_GATHERED = r"units\.0\.linear\.weight(?s:.*)Call model\(x\), not model\.forward\(x\)"
 MISUSES: dict[str, Callable[[Chain, Tensor], Tensor]] = {
-    "full_tensor in a loss": lambda model, x: model.units[0].linear.weight.full_tensor().square().sum(),
-    "a weight in a loss": lambda model, x: (x @ model.units[0].linear.weight).sum(),
-    "a submodule of a unit": lambda model, x: model.units[0].linear(x).sum(),
-    "a penalty": lambda model, x: model.units[0].linear.weight.square().sum() + x.sum(),
+    "which is not differentiable": lambda model, x: model.units[0].linear.weight.full_tensor().square().sum(),
+    _NOT_GATHERED: lambda model, x: (x @ model.units[0].linear.weight).sum(),
+    f"{_NOT_GATHERED}()": lambda model, x: model.units[0].linear(x).sum(),
 }
 
 
-def _misuse(rank: int) -> dict[str, str]:
-    warnings.simplefilter("ignore")  # torch's, on how it reduces such sums
-    messages = {}
-    for name, term in MISUSES.items():
+@on_ranks(world_size=WORLD)
+def test_a_loss_on_sharded_parameters_is_an_error(rank: int) -> None:
+    for message, term in MISUSES.items():
         model = shard(blocks())
-        with pytest.raises((RuntimeError, ValueError, NotImplementedError)) as caught:
+        with warnings.catch_warnings(), pytest.raises((RuntimeError, ValueError, NotImplementedError), match=message):
+            warnings.simplefilter("ignore")  # torch's, on how it reduces such sums
             (loss_of(model(batch(rank, 0))) + term(model, batch(rank, 1))).backward()
-        messages[name] = str(caught.value)
     assert model.units[0].linear.weight.full_tensor().shape == (6, 6), "to look at it is fine"
-    warnings.simplefilter("error")
-    return messages
-
-
-def test_a_loss_on_sharded_parameters_is_an_error() -> None:
-    for messages in run_ranks(_misuse, world_size=WORLD):
-        assert "which is not differentiable" in messages["full_tensor in a loss"]
-        for name in ("a weight in a loss", "a submodule of a unit"):
-            assert "units.0.linear.weight" in messages[name] and "Call model(x), not model.forward(x)" in messages[name]
-        assert "p.to_local()" in messages["a penalty"] or "DTensor" in messages["a penalty"]

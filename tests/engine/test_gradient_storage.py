@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero import PrecisionPolicy
+from layerzero import Offload, PrecisionPolicy
 from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.late_transfers import late
 from tests.support.models import (
     Step,
     different,
@@ -27,18 +29,35 @@ from tests.support.models import (
 )
 from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 
-# Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped by z (to None), k (to zeros) and
-# d (one parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
+# Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped in the ways of FORGET and by d (one
+# parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
 # backward, x is a failing backward followed by z.
 ODD_ORDERS = (
     *("rr", "rrr", "rur", "ruur", "urur", "ruru", "rsr", "rsur", "rurs"),
+    *("uuu", "uur", "urr", "ruu"),
     *("rzr", "rkr", "ruzr", "rukr", "ukur", "rkur", "rkk"),
     *("rdr", "rdur", "rudr", "rudur", "uurdr", "rudd", "rdsur", "rdud"),
     *("rfrfr", "rfur", "rufur", "rfurfr", "rxr", "ruxur", "rxurr", "uzfew"),
 )
-BF16, F64, SLOW = torch.bfloat16, torch.float64, pytest.mark.slow
 # Sums of these orders are exact in bf16.
-EXACT_IN_BF16 = ("rur", "ruur", "urur", "rzur", "ruzr", "rukr", "ukur", "rdur", "rudr", "rufur", "ruxur")
+EXACT_IN_BF16 = (
+    *("rrrr", "uuur", "uuuu", "rur", "ruur", "urur", "rzur", "ruzr", "rukr", "ukur", "rdur", "rudr"),
+    *("rufur", "ruxur", "fufur"),
+)
+
+
+def _forget_one_by_one(model: nn.Module, _: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+FORGET: dict[str, Callable[[nn.Module, Optimizer], None]] = {
+    "z": lambda model, optimizer: optimizer.zero_grad(),
+    "k": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "m": lambda model, optimizer: model.zero_grad(),
+    "n": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "p": _forget_one_by_one,
+}
 
 
 def _fail(model: nn.Module, rank: int, index: int) -> None:
@@ -76,59 +95,81 @@ def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimize
         else:
             if action == "x":
                 _fail(model, rank, index)
-            for each in (theirs, optimizer):
-                each.zero_grad(set_to_none=action != "k")
-        if action == "r":
+            forget = FORGET.get(action, FORGET["z"])
+            forget(net, theirs)
+            forget(model, optimizer)
+        if action == "r" or action in FORGET:
             wrong = different(full_gradients(model), gradients_of(net))
             assert not wrong, f"{case}: gradients of {wrong} after {script[: index + 1]}"
     theirs.step()
     assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
 
 
-def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]) -> None:
+IN_BF16 = {"mp_policy": PrecisionPolicy(accumulation_dtype=torch.bfloat16)}
+IN_FP64 = {"mp_policy": PrecisionPolicy(replica_reduce_dtype=torch.float64)}
+OFFLOADED, ALL_OFFLOADED = ({"offload": Offload(grads=True, optimizer=optimizer)} for optimizer in (False, True))
+CASES: dict[str, tuple[int, str, dict[str, Any], Sequence[str]]] = {
+    "backwards and steps": (2, "sharded", {}, ODD_ORDERS[:13]),
+    "all forgotten": (2, "sharded", {}, ODD_ORDERS[13:20]),
+    "some forgotten, frozen, failed": (2, "sharded", {}, ODD_ORDERS[20:]),
+    "copies are sent": (2, "sharded", IN_FP64, ODD_ORDERS[::5]),
+    "full": (2, "full", {}, ODD_ORDERS[1::3]),
+    "local": (2, "local", {}, ODD_ORDERS[::4]),
+    "S = 1": (1, "sharded", {}, ODD_ORDERS[2::5]),
+    "S = 4": (4, "sharded", {}, ODD_ORDERS[3::5]),
+    "S = 4, full": (4, "full", {}, ODD_ORDERS[4::5]),
+    "sharded in bf16": (2, "sharded", IN_BF16, EXACT_IN_BF16),
+    "full in bf16": (2, "full", IN_BF16, EXACT_IN_BF16[::2]),
+    "S = 1 in bf16": (1, "sharded", IN_BF16, EXACT_IN_BF16[1::2]),
+    "S = 4 in bf16": (4, "full", IN_BF16, EXACT_IN_BF16[1::3]),
+    "sharded, offloaded": (2, "sharded", OFFLOADED, ODD_ORDERS[::3]),
+    "full, offloaded": (2, "full", ALL_OFFLOADED, ODD_ORDERS[2::4]),
+    "local, offloaded": (2, "local", ALL_OFFLOADED, ODD_ORDERS[3::5]),
+    "sharded in bf16, offloaded": (2, "sharded", IN_BF16 | OFFLOADED, EXACT_IN_BF16),
+    "full in bf16, offloaded": (2, "full", IN_BF16 | ALL_OFFLOADED, EXACT_IN_BF16[1::2]),
+}
+
+
+def _odd_orders(rank: int, case: str) -> None:
+    _run_odd_orders(rank, *CASES[case])
+
+
+def _run_odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]) -> None:
     mesh = mesh_of(zero3_size)
     for script in scripts:
-        model, optimizer = prepare(mode, zero3_size=None, mesh=mesh, **settings)
+        with late() if "offload" in settings else nullcontext():
+            model, optimizer = prepare(mode, zero3_size=None, mesh=mesh, **settings)
         _run_odd_order(rank, script, model, optimizer, f"S={zero3_size} {settings} {mode} {script}")
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("zero3_size", "mode", "settings", "scripts"),
-    [
-        pytest.param(2, "sharded", {}, ODD_ORDERS[:9], id="backwards and steps"),
-        pytest.param(2, "sharded", {}, ODD_ORDERS[9:16], id="all forgotten"),
-        pytest.param(2, "sharded", {}, ODD_ORDERS[16:], id="some forgotten, frozen, failed"),
-        pytest.param(
-            2,
-            "sharded",
-            {"mp_policy": PrecisionPolicy(replica_reduce_dtype=F64)},
-            ODD_ORDERS[::5],
-            id="copies are sent",
-            marks=SLOW,
-        ),
-        pytest.param(2, "full", {}, ODD_ORDERS[1::3], id="full"),
-        pytest.param(
-            2, "sharded", {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)}, EXACT_IN_BF16, id="sharded in bf16"
-        ),
-        pytest.param(
-            2,
-            "full",
-            {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)},
-            EXACT_IN_BF16[::2],
-            id="full in bf16",
-            marks=SLOW,
-        ),
-        pytest.param(1, "sharded", {}, ODD_ORDERS[2::5], id="S = 1"),
-        pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
-    ],
-)
+@pytest.mark.default_sample(3)
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("case", CASES)
 @BOTH_SHARED_SLOW
-def test_a_final_gradient_and_later_contributions_never_mix(
-    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], shared_memory: str
-) -> None:
-    run_ranks(_odd_orders, zero3_size, mode, settings, scripts, shared_memory=shared_memory)
+def test_a_final_gradient_and_later_contributions_never_mix(case: str, shared_memory: str) -> None:
+    run_ranks(_odd_orders, case, shared_memory=shared_memory)
+
+
+# In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
+@pytest.mark.default_sample(1)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("way", "shared_memory"),
+    [
+        *(pytest.param(way, "off", marks=[pytest.mark.slow] * (way not in "zk")) for way in FORGET),
+        ("p", None),
+        ("n", None),
+    ],
+    ids=str,
+)
+def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, shared_memory: str) -> None:
+    scripts = [f"{first}{way}s{way}{last}" for first, last in (("rr", "r"), ("ru", "r"), ("uu", "u"))]
+    run_ranks(_forget_in_every_mode, scripts, shared_memory=shared_memory)
+
+
+def _forget_in_every_mode(rank: int, scripts: Sequence[str]) -> None:
+    for mode in MODES:
+        _run_odd_orders(rank, 2, mode, {}, scripts)
 
 
 def _is_never_set_aside(

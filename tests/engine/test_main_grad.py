@@ -15,13 +15,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero import Offload
+from layerzero import Offload, PrecisionPolicy
 from tests.support.late_threads import late_reductions, late_threads
 from tests.support.late_transfers import LateTransfers
 from tests.support.models import different, full_gradients
 from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
+
+
+# Accumulation settings and sizes of ZeRO-3 groups without main_grad.
+MODES_WITHOUT = (("sharded", 2), ("local", 2), ("local", 1))
 
 
 class Fused(torch.autograd.Function):
@@ -191,7 +195,8 @@ def test_what_cannot_be_counted_is_refused(rank: int) -> None:
         model(batch(rank, 0, 0)).sum().backward()
     with torch.no_grad():
         model(batch(rank, 0, 0))  # completes the failed backward
-    for settings in ({"accumulation": "sharded"}, {"accumulation": "local"}, {"accumulation": "local", "size": 1}):
+    bf16 = {"mp_policy": PrecisionPolicy(accumulation_dtype=torch.bfloat16)}
+    for settings in (bf16, *({"accumulation": mode, "size": size} for mode, size in MODES_WITHOUT)):
         without = shard(net(), **settings)
         with pytest.raises(AttributeError, match="main_grad"):
             without(batch(rank, 0, 0)).sum().backward()

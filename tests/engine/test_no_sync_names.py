@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,14 +13,13 @@ import torch
 from torch import nn
 
 import layerzero
+from tests.support.logs import logged
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
     backward,
     backward_alone,
     exact_sgd,
-    integer_batch,
-    integer_loss,
     integer_net,
 )
 from tests.support.ranks import mesh_of, on_ranks
@@ -35,37 +32,7 @@ def _shard(zero3_size: int = 2, **settings: Any) -> tuple[nn.Module, layerzero.S
     return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
 
 
-class _Heard(logging.Handler):
-    """Collects the messages of the layerzero logger inside the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("layerzero").addHandler(self)
-        return self.texts
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("layerzero").removeHandler(self)
-
-
 # --- methods of the model ---
-
-
-def _accumulate(
-    rank: int, model: nn.Module, optimizer: Any, quiet: Callable[[bool], AbstractContextManager[Any]]
-) -> None:
-    """Run two steps of two micro-batches, compared with a step on all batches at once."""
-    for step in range(2):
-        for number in range(2):
-            with quiet(number == 0):
-                integer_loss(model, integer_batch(step=2 * step + number, rank=rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @on_ranks(world_size=WORLD)
@@ -93,7 +60,12 @@ def test_the_model_has_no_sync_as_under_ddp_and_fsdp2(rank: int) -> None:
     for quiet in (bound, compiled, fsdp2):
         model, optimizer = _shard()
         layerzero.traffic(model, reset=True)
-        _accumulate(rank, model, optimizer, lambda first, model=model, quiet=quiet: quiet(model, first))
+        for step in range(2):
+            for number in range(2):
+                with quiet(model, number == 0):
+                    backward(model, rank, 2 * step + number)
+            optimizer.step()
+            optimizer.zero_grad()
         assert layerzero.traffic(model).calls["hop2"] == 2 * 4, quiet
         assert_same_bits(model, net, quiet.__name__)
     model, _ = _shard()
@@ -110,7 +82,7 @@ class _OwnNoSync(IntegerNet):
 
 @on_ranks(world_size=WORLD)
 def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so(rank: int) -> None:
-    with _Heard() as heard:
+    with logged() as heard:
         model = layerzero.shard_model(_OwnNoSync(), mesh=mesh_of(2))
     assert model.no_sync() == "its own"
     assert len(heard) == 1 and "defines its own no_sync" in heard[0] and "layerzero.no_sync(model)" in heard[0], heard
@@ -121,64 +93,40 @@ def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so(rank: int) -> Non
         _ = model.shift.grad + 0
 
 
-# --- the hint ---
+# Loops of backward passes outside (r) and inside (u) no_sync, steps (s) of an optimizer and zero_grad (z): with two
+# micro-batches, with one, as a discriminator, which drops the gradients of the generator's loss before its own
+# backward, and with another optimizer of the same model, as if generator and discriminator were sharded together.
+PLAIN, QUIET, SINGLE, ADVERSARY, TWO_OPTIMIZERS = "rrsz", "ursz", "rsz", "rzrs", "rsrsz"
 
 
-def _plain(model: nn.Module, optimizer: Any, rank: int) -> None:
-    for _ in range(2):
-        backward(model, rank)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _quiet(model: nn.Module, optimizer: Any, rank: int) -> None:
-    with layerzero.no_sync(model):
-        backward(model, rank)
-    backward(model, rank)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _single(model: nn.Module, optimizer: Any, rank: int) -> None:
-    backward(model, rank)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _adversary(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Train as a discriminator does: zero the gradients of the generator's loss before its own backward."""
-    backward(model, rank)
-    optimizer.zero_grad()
-    backward(model, rank)
-    optimizer.step()
-
-
-def _other_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Step another optimizer of the same model, as if generator and discriminator were sharded together."""
-    backward(model, rank)
-    optimizer.step()
-    backward(model, rank)
-    optimizer.step()
-    optimizer.zero_grad()
+def _loop(script: str, model: nn.Module, optimizer: Any, rank: int) -> None:
+    for action in script:
+        if action in "ru":
+            with layerzero.no_sync(model) if action == "u" else nullcontext():
+                backward(model, rank)
+        elif action == "s":
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
 
 
 @pytest.mark.slow
 @on_ranks(world_size=WORLD)
 def test_who_reduces_every_micro_batch_hears_of_it_once(rank: int) -> None:
     cases = {
-        "plain": (_plain, {}, 1),
-        "plain, ZeRO-1": (_plain, {"zero3_size": 1}, 1),
-        "plain, ZeRO-3, whole gradients": (_plain, {"zero3_size": 4, "accumulation": "full"}, 1),
-        "plain, nothing to save": (_plain, {"zero3_size": 4}, 0),
-        "no_sync": (_quiet, {}, 0),
-        "one backward": (_single, {}, 0),
-        "adversary": (_adversary, {}, 0),
-        "two optimizers": (_other_optimizer, {}, 0),
+        "plain": (PLAIN, {}, 1),
+        "plain, ZeRO-1": (PLAIN, {"zero3_size": 1}, 1),
+        "plain, ZeRO-3, whole gradients": (PLAIN, {"zero3_size": 4, "accumulation": "full"}, 1),
+        "plain, nothing to save": (PLAIN, {"zero3_size": 4}, 0),
+        "no_sync": (QUIET, {}, 0),
+        "one backward": (SINGLE, {}, 0),
+        "adversary": (ADVERSARY, {}, 0),
+        "two optimizers": (TWO_OPTIMIZERS, {}, 0),
     }
-    for name, (loop, settings, expected) in cases.items():
+    for name, (script, settings, expected) in cases.items():
         model, optimizer = _shard(**settings)
-        with _Heard() as heard:
+        with logged() as heard:
             for _ in range(4):
-                loop(model, optimizer, rank)
+                _loop(script, model, optimizer, rank)
         assert len(heard) == (expected if rank == 0 else 0), (name, heard)
         assert all("followed 2 backward passes" in text and "no_sync(model)" in text for text in heard), heard

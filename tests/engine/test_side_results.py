@@ -24,6 +24,15 @@ WORLD = 4
 RUNS = [(size, shared) for size in (1, 2, 4) for shared in ("off", None)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Output that ``dataclasses.replace`` cannot rebuild."""
+
+    number: dataclasses.InitVar[int]
+    y: Tensor
+    kind: str = dataclasses.field(default="", init=False)
+
+
 class Layer(nn.Module):
     """Layer with an auxiliary loss, which it computes before or after its output."""
 
@@ -46,9 +55,18 @@ class Layer(nn.Module):
             y = y + x
         if "after" in self.kind:
             self.auxiliary = self._auxiliary(x)
-        if "in a dict" in self.kind:
-            return {"y": (y,)}
-        return y
+        return self._contained(y)
+
+    def _contained(self, y: Tensor) -> Any:
+        if "defaultdict" in self.kind:
+            made: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
+            made["y"].append(y)
+            return made
+        if "dataclass" in self.kind:
+            return Output(1, y)
+        if "values" in self.kind:
+            return torch.return_types.max((y, torch.zeros(3)))
+        return {"y": (y,)} if "in a dict" in self.kind else y
 
 
 class Net(nn.Module):
@@ -60,7 +78,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             y = layer(x)
-            x = y["y"][0] if isinstance(y, dict) else y
+            if isinstance(y, Output):
+                y = y.y
+            elif isinstance(y, (dict, tuple)):
+                y = y["y"][0] if isinstance(y, dict) else y.values
+            x = y
         return self.head(x)
 
 
@@ -148,7 +170,8 @@ def _loss_with_auxiliary(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def _auxiliary_losses(rank: int, size: int) -> None:
-    for kind in ("router before", "router after", "weight before", "weight after", "weight after, in a dict"):
+    contained = [f"weight after, {how}" for how in ("in a dict", "defaultdict", "dataclass", "values")]
+    for kind in ("router before", "router after", "weight before", "weight after", *contained[: 4 if size == 4 else 1]):
         for prefetch in (0, 1):
             torch.manual_seed(0)
             alone = Net(lambda kind=kind: Layer(kind)).double()
@@ -211,48 +234,6 @@ class Same(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """Output that ``dataclasses.replace`` cannot rebuild."""
-
-    number: dataclasses.InitVar[int]
-    y: Tensor
-    kind: str = dataclasses.field(default="", init=False)
-
-
-class Held(Layer):
-    """Layer that returns its output in an unusual container."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = torch.tanh(x @ self.weight.sin())
-        self.auxiliary = self._auxiliary(x)
-        if "dataclass" in self.kind:
-            return Output(1, y)
-        if "values" in self.kind:
-            return torch.return_types.max((y, torch.zeros(3)))
-        made: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
-        made["y"].append(y)
-        return made
-
-
-def _loss_of_held(net: nn.Module, x: Tensor) -> Tensor:
-    for layer in net:
-        made = layer(x)
-        x = made["y"][0] if isinstance(made, dict) else made.y if isinstance(made, Output) else made.values
-    return x.square().mean() + sum(layer.auxiliary for layer in net)
-
-
-def _hold(rank: int, size: int) -> None:
-    for kind in ("weight, defaultdict", "weight, dataclass", "weight, values"):
-        torch.manual_seed(0)
-        alone = nn.Sequential(Held(kind), Held(kind)).double()
-        _train(rank, alone, {Held}, _loss_of_held, size, prefetch=0)
-
-
-def test_an_auxiliary_loss_beside_outputs_in_unusual_containers() -> None:
-    run_ranks(_hold, 4, world_size=WORLD)
 
 
 class Table(nn.Module):
@@ -418,17 +399,13 @@ def _return_everywhere(rank: int, size: int) -> None:
             assert torch.equal(model[0](), alone[0]())
 
 
-@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
-def test_parameters_of_other_strides_and_precision_can_be_outputs(size: int, shared_memory: str | None) -> None:
-    run_ranks(_return_everywhere, size, world_size=WORLD, shared_memory=shared_memory)
-
-
 def _returned(net: nn.Module, x: Tensor) -> Tensor:
     y, bias, frozen, detached = net(x)
     return (y + bias).square().sum() + frozen.sum() * bias.sum() + (detached * y).sum()
 
 
 def _return_parameters(rank: int, size: int) -> None:
+    _return_everywhere(rank, size)
     for how in ("parameter", "view", "in a list"):
         torch.manual_seed(0)
         alone = Returning(how).double()
@@ -499,12 +476,10 @@ class Checkpointed(nn.Module):
 
 
 _UNITS = ({Block}, {nn.Linear}, {Block, nn.Linear})
-_FEW = (
-    ("all but products", _UNITS[2], {}),
-    ("all but products", _UNITS[1], {"prefetch": 0}),
+_CASES = (
+    *itertools.product(POLICIES, _UNITS, ({}, {"prefetch": 0}, {"prefetch": 2})),
     ("products", _UNITS[1], {"reshard_after_forward": 2}),
 )
-_ALL = tuple(itertools.product(POLICIES, _UNITS, ({}, {"prefetch": 0}, {"prefetch": 2})))
 
 
 def _checkpoint_selectively(rank: int, cases: Sequence[tuple[str, set[type], dict[str, int]]], size: int) -> None:
@@ -515,13 +490,8 @@ def _checkpoint_selectively(rank: int, cases: Sequence[tuple[str, set[type], dic
 
 
 @pytest.mark.slow
-def test_selective_checkpoints_around_units_change_nothing() -> None:
-    run_ranks(_checkpoint_selectively, _FEW, 4, world_size=WORLD)
-
-
-@pytest.mark.slow
 @pytest.mark.sample(1)
 @every_nth_setting(5)
 @pytest.mark.parametrize(("size", "shared_memory"), RUNS)
-def test_selective_checkpoints_with_more_settings(size: int, shared_memory: str | None, stride: int) -> None:
-    run_ranks(_checkpoint_selectively, _ALL[::stride], size, world_size=WORLD, shared_memory=shared_memory)
+def test_selective_checkpoints_around_units_change_nothing(size: int, shared_memory: str | None, stride: int) -> None:
+    run_ranks(_checkpoint_selectively, _CASES[::stride], size, world_size=WORLD, shared_memory=shared_memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import time
 import warnings
@@ -104,30 +103,32 @@ def _assert_predicted(model: nn.Module, case: object) -> None:
 _wait = PendingReduction.wait
 
 
-def _slow(pending: PendingReduction, **how: bool) -> None:
-    """Wait longer than the program expects."""
-    time.sleep(0.02)
-    _wait(pending, **how)
+def _waiting(seconds: float) -> Callable[..., None]:
+    """Return a wait that takes longer than the program expects."""
+
+    def wait(pending: PendingReduction, **how: bool) -> None:
+        time.sleep(seconds)
+        _wait(pending, **how)
+
+    return wait
 
 
-def _very_slow(pending: PendingReduction, **how: bool) -> None:
-    time.sleep(0.2)
-    _wait(pending, **how)
+OFFLOADED = {"offload": Offload(grads=True, optimizer=True)}
 
 
-def _fast(pending: PendingReduction, **how: bool) -> None:
-    """Wait without a delay."""
-    _wait(pending, **how)
-
-
-def _predicted(rank: int, sizes: Sequence[int]) -> None:
-    for (size, mode), policy in itertools.product(_layouts(sizes), POLICIES):
+def _predicted(rank: int, sizes: Sequence[int], accumulation_dtype: torch.dtype | None) -> None:
+    warnings.simplefilter("ignore")  # the CPU has no device memory to free
+    modes = [(size, mode) for size, mode in _layouts(sizes) if accumulation_dtype is None or mode != "local"]
+    offloads = ({},) if accumulation_dtype is None else ({}, OFFLOADED)
+    for (size, mode), each, offload in itertools.product(modes, POLICIES, offloads):
+        policy = PrecisionPolicy.of(each, accumulation_dtype=accumulation_dtype)
+        settings = {"mp_policy": policy, "accumulation": mode, **offload}
         # One unit more than may be in flight, and the root.
-        model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
+        model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, **settings)
         pool, optimizer = get_state(model).pools.scratch, None
-        for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
-            case = (size, policy, mode, wait, micro_batches)
-            with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
+        for wait, micro_batches in ((0.02, (1, 2)), (0.0, (3,))):
+            case = (size, wait, micro_batches, settings)
+            with mock.patch.object(PendingReduction, "wait", _waiting(wait)), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
             assert all(count <= pool.predicted[size] for size, count in most.items()), (case, most, pool.predicted)
             _assert_predicted(model, case)
@@ -174,32 +175,13 @@ def _seeded(count: int) -> nn.Module:
 @pytest.mark.sample(1)
 @BOTH
 def test_every_kind_of_memory_is_predicted(shared_memory: str | None) -> None:
-    run_ranks(_predicted, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
-
-
-OFFLOADED = {"offload": Offload(grads=True, optimizer=True)}
-
-
-def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
-    warnings.simplefilter("ignore")  # the CPU has no device memory to free
-    modes = [(size, mode) for size, mode in _layouts(sizes) if mode != "local"]
-    for (size, mode), each, offloads in itertools.product(modes, POLICIES, ({}, OFFLOADED)):
-        policy = PrecisionPolicy.of(each, accumulation_dtype=torch.bfloat16)
-        settings = {"accumulation": mode, **offloads}
-        model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, **settings)
-        pool, optimizer = get_state(model).pools.scratch, None
-        for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
-            case = (size, policy, wait, micro_batches, settings)
-            with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
-                optimizer = _train(model, rank, micro_batches, optimizer)
-            assert all(count <= pool.predicted[size] for size, count in most.items()), (case, most, pool.predicted)
-            _assert_predicted(model, case)
+    run_ranks(_predicted, _sizes_of(shared_memory), None, shared_memory=shared_memory, timeout=240)
 
 
 @pytest.mark.exhaustive
 @BOTH_SHARED_EXHAUSTIVE
 def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
-    run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
+    run_ranks(_predicted, _sizes_of(shared_memory), torch.bfloat16, shared_memory=shared_memory, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +330,7 @@ def test_the_test_notices_memory_that_was_not_planned(rank: int) -> None:
     """Check that more reductions in flight than planned take more memory than predicted."""
     model = shard(_seeded(8), size=2)
     with (
-        mock.patch.object(PendingReduction, "wait", _very_slow),
+        mock.patch.object(PendingReduction, "wait", _waiting(0.2)),
         mock.patch.object(reduction_queue, "IN_FLIGHT", (3, 8)),
     ):
         _train(model, rank, (1, 1))
@@ -417,16 +399,3 @@ def _addresses(rank: int) -> None:
 @needs_caching
 def test_a_unit_is_gathered_at_the_same_address_in_each_pass() -> None:
     run_ranks(_addresses, shared_memory="off")
-
-
-@needs_caching
-def test_the_test_notices_units_that_move() -> None:
-    with pytest.raises(AssertionError, match="assert"):
-        run_ranks(_addresses_without_homes, shared_memory="off")
-
-
-def _addresses_without_homes(rank: int) -> None:
-    with mock.patch.object(
-        FullBufferPool, "_previous_index", lambda self, storage, cached: random.randrange(len(cached))
-    ):
-        _addresses(rank)
