@@ -53,13 +53,13 @@ class GradAttribute:
         guesses = not agreed and self.gradients.may_have_peer_contributions
         forbidden = _UNREDUCED if self.gradients.has_unreduced or not agreed else None
         for slot, member in enumerate(self.members):
-            if usage[slot] < GradUsage.PUBLISHED:
-                may_be_used = guesses and member.gathered.requires_grad
-                if usage[slot] == GradUsage.UNKNOWN and not may_be_used:
-                    member.sharded.grad = None
-                usage[slot] = GradUsage.UNKNOWN if may_be_used else GradUsage.UNUSED
-            if usage[slot] and not self._is_ours(slot, member.sharded.grad):
-                member.sharded.grad = self._gradient_of(slot)
+            was_unknown = usage[slot] == GradUsage.UNKNOWN
+            may_be_used = guesses and member.gathered.requires_grad
+            if self.gradients.record_published(slot, may_be_used=may_be_used):
+                if not self._is_ours(slot, member.sharded.grad):
+                    member.sharded.grad = self._gradient_of(slot)
+            elif was_unknown:
+                member.sharded.grad = None
             self._trackers[slot].access_error = forbidden
         if agreed and not any(usage):  # no rank has used these slots, so only zeros (or errors of a codec) were reduced
             self.gradients.drop(())

@@ -226,6 +226,16 @@ class HandleGradients:
     def is_used(self, slot: int) -> bool:
         return self.usage[slot] >= GradUsage.PUBLISHED
 
+    def record_published(self, slot: int, *, may_be_used: bool) -> int:
+        """Record that the final gradient of a slot is published, and return the usage of the slot.
+
+        Args:
+            may_be_used: True if contributions of other ranks are not known yet.
+        """
+        if not self.is_used(slot):
+            self.usage[slot] = GradUsage.UNKNOWN if may_be_used else GradUsage.UNUSED
+        return self.usage[slot]
+
     def record_usage(self, anywhere: bytes) -> None:
         """Record the usage on which the ranks have agreed.
 
