@@ -6,10 +6,8 @@ computation waits for it, and detects accesses to either side before.
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -17,8 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import Offload
@@ -39,17 +35,7 @@ from tests.support.graphs import (
 )
 from tests.support.late_device import Device, DeviceCopies, Stream
 from tests.support.late_transfers import LateTransfers, late
-from tests.support.models import (
-    IntegerNet,
-    different,
-    exact_sgd,
-    full_gradients,
-    full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-)
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 MODES = ("sharded", "full", "local")
 CPU = torch.device("cpu")
@@ -138,63 +124,6 @@ def test_a_slab_is_freed_after_its_last_use_on_another_stream(rank: int) -> None
 
 
 # The engine
-
-
-def _train(mesh: Any, rank: int, *, patterns: Sequence[tuple[bool, ...]], **settings: Any) -> tuple[Any, nn.Module]:
-    """Train a step for each pattern, which says which of its micro-batches are inside no_sync."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    seen = []
-    for step, pattern in enumerate(patterns):
-        for index, inside in enumerate(pattern):
-            with layerzero.no_sync(model) if inside else nullcontext():
-                integer_loss(model, integer_batch(step=step, micro_batch=index, rank=rank)).backward()
-        optimizer.step()
-        seen.append((full_gradients(model), full_parameters(model)))
-        optimizer.zero_grad(set_to_none=step != 1)
-    return seen, model
-
-
-def _same_bits(rank: int, size: int, mode: str) -> None:
-    policies = [{}, {"mp_policy": _policy(torch.bfloat16)}]
-    some, kept, left = (False,), (True, True, False), (True, False, True)
-    for policy in policies:
-        case = (size, mode, bool(policy))
-        settings = {"patterns": (some, kept, left, left, kept, some), "accumulation": mode, **policy}
-        expected, _ = _train(mesh_of(size), rank, **settings)
-        with late():
-            seen, _ = _train(mesh_of(size), rank, offload=Offload(grads=True), **settings)
-        for step, ((g, p), (g_expected, p_expected)) in enumerate(zip(seen, expected, strict=True)):
-            assert not different(g, g_expected), (case, step, "gradients")
-            assert not different(p, p_expected), (case, step, "parameters")
-
-
-def _policy(reduce: torch.dtype) -> Any:
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
-
-
-# Each reduction spec of engine/reduction_spec.py.
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("world_size", "size", "mode"),
-    [
-        (2, 1, "sharded"),
-        *itertools.product((2,), (2,), MODES),
-        *(pytest.param(WORLD, 2, mode, marks=[pytest.mark.slow] * (mode != MODES[0])) for mode in MODES),
-    ],
-)
-def test_offloading_changes_no_bit_though_every_copy_is_late(world_size: int, size: int, mode: str) -> None:
-    run_ranks(_same_bits, size, mode, world_size=world_size)
-
-
-@on_ranks(world_size=WORLD)
-def test_an_engine_that_does_not_wait_is_noticed(rank: int) -> None:
-    settings = {"patterns": [(True, True, False)] * 2, "accumulation": "full"}
-    expected, _ = _train(mesh_of(2), rank, **settings)
-    with late(), mock.patch.object(_Slabs, "wait", lambda self, slab: None):
-        seen, _ = _train(mesh_of(2), rank, offload=Offload(grads=True), **settings)
-    assert different(seen[0][0], expected[0][0]), "a missing wait is noticed"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
+from layerzero.engine.gradient_offload import _Slabs
 from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
 from tests.support.late_transfers import late
@@ -108,7 +109,13 @@ def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimize
 IN_BF16 = {"mp_policy": PrecisionPolicy(accumulation_dtype=torch.bfloat16)}
 IN_FP64 = {"mp_policy": PrecisionPolicy(replica_reduce_dtype=torch.float64)}
 OFFLOADED, ALL_OFFLOADED = ({"offload": Offload(grads=True, optimizer=optimizer)} for optimizer in (False, True))
-CASES: dict[str, tuple[int, str, dict[str, Any], Sequence[str]]] = {
+
+
+def _mode_of_unit(name: str, module: nn.Module) -> str:
+    return {"first": "full", "second": "local"}.get(name, "sharded")
+
+
+CASES: dict[str, tuple[int, Any, dict[str, Any], Sequence[str]]] = {
     "backwards and steps": (2, "sharded", {}, ODD_ORDERS[:13]),
     "all forgotten": (2, "sharded", {}, ODD_ORDERS[13:20]),
     "some forgotten, frozen, failed": (2, "sharded", {}, ODD_ORDERS[20:]),
@@ -126,6 +133,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any], Sequence[str]]] = {
     "full, offloaded": (2, "full", ALL_OFFLOADED, ODD_ORDERS[2::4]),
     "local, offloaded": (2, "local", ALL_OFFLOADED, ODD_ORDERS[3::5]),
     "sharded in bf16, offloaded": (2, "sharded", IN_BF16 | OFFLOADED, EXACT_IN_BF16),
+    "S = 1, offloaded": (1, "sharded", ALL_OFFLOADED, ODD_ORDERS[::6]),
+    "S = 4, offloaded": (4, "full", OFFLOADED, ODD_ORDERS[1::6]),
+    "copies are sent, offloaded": (2, "sharded", IN_FP64 | OFFLOADED, ODD_ORDERS[1::5]),
+    "a mode for each unit, in bf16": (2, _mode_of_unit, IN_BF16, EXACT_IN_BF16[::2]),
     "full in bf16, offloaded": (2, "full", IN_BF16 | ALL_OFFLOADED, EXACT_IN_BF16[1::2]),
 }
 
@@ -134,7 +145,7 @@ def _odd_orders(rank: int, case: str) -> None:
     _run_odd_orders(rank, *CASES[case])
 
 
-def _run_odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]) -> None:
+def _run_odd_orders(rank: int, zero3_size: int, mode: Any, settings: dict[str, Any], scripts: Sequence[str]) -> None:
     mesh = mesh_of(zero3_size)
     for script in scripts:
         with late() if "offload" in settings else nullcontext():
@@ -148,6 +159,15 @@ def _run_odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, A
 @BOTH_SHARED_SLOW
 def test_a_final_gradient_and_later_contributions_never_mix(case: str, shared_memory: str) -> None:
     run_ranks(_odd_orders, case, shared_memory=shared_memory)
+
+
+@on_ranks()
+def test_an_engine_that_does_not_wait_for_copies_is_noticed(rank: int) -> None:
+    with (
+        mock.patch.object(_Slabs, "wait", lambda self, slab: None),
+        pytest.raises(AssertionError, match="gradients of"),
+    ):
+        _run_odd_orders(rank, 2, "full", OFFLOADED, ["uur"])
 
 
 # In shared memory, and in the default tests, one case of each kind suffices: the others do the same to each parameter.
