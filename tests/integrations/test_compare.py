@@ -215,7 +215,10 @@ def test_wrong_arguments_are_reported_before_ranks_start(
     monkeypatch.setattr("benchmarks.compare._start", lambda *_: pytest.fail("ranks are started"))
     for arguments, said in (
         (["--unit", "Bloc"], "--unit Bloc: the model has no such submodule or class. Pass one of ['Block', "),
-        (["--loss", "mine:nothing"], "--loss 'mine:nothing': 'mine' has no 'nothing'"),
+        (
+            ["--loss", "mine:nothing"],
+            "--loss 'mine:nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'nothing'",
+        ),
         (["--node-size", "3"], "--node-size 3 does not divide the 4 ranks. Use a divisor"),
         (["--steps", "0"], "--steps 0 is not supported. Use at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0 is not supported. Use at least 1"),

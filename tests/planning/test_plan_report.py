@@ -176,7 +176,10 @@ def test_the_command_plans_sizes_configs_and_functions(tmp_path: Path, monkeypat
 def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments, said in (
-        (["missing:Net", "nodes=2"], "the model 'missing:Net': module 'missing' is not on the import path"),
+        (
+            ["missing:Net", "nodes=2"],
+            "the model 'missing:Net' cannot be imported: ModuleNotFoundError: No module named 'missing'",
+        ),
         (["config.json", "nodes=2"], "there is no file or folder 'config.json'. As the model, pass a config.json"),
         (
             [SMALL, "nodes"],

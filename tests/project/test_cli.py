@@ -86,18 +86,30 @@ def test_a_bad_target_ends_with_2_and_one_sentence(folder: Path) -> None:
     ran = run(folder, "verify", "nowhere.to_be:found")
     assert ran.returncode == 2
     assert ran.stderr.splitlines() == [
-        "layerzero: the model 'nowhere.to_be:found': module 'nowhere' is not on the import path"
+        "layerzero: the model 'nowhere.to_be:found' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
     ]
 
 
 USAGE = {
     "no colon": (["mine"], "the model must have the form package.module:name, got 'mine'"),
-    "no attribute": (["mine:Nothing"], "the model 'mine:Nothing': 'mine' has no 'Nothing'"),
+    "no attribute": (
+        ["mine:Nothing"],
+        "the model 'mine:Nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'Nothing'",
+    ),
     "not callable": (["mine:three"], "the model 'mine:three' is not callable: its type is int"),
-    "import": (["broken:x"], "importing 'broken' failed: No module named 'a_module_that_nobody_has'"),
+    "import": (
+        ["broken:x"],
+        "'broken:x' cannot be imported: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
+    ),
     "no batches": (["bare:make_model"], "bare has no make_batch(index, rank). Define it there, or pass"),
-    "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
-    "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
+    "batches": (
+        ["mine:Right", "--batches", "mine:x"],
+        "--batches 'mine:x' cannot be imported: AttributeError: module 'mine' has no attribute 'x'",
+    ),
+    "loss": (
+        ["mine:Right", "--loss", "mine:x"],
+        "--loss 'mine:x' cannot be imported: AttributeError: module 'mine' has no attribute 'x'",
+    ),
     "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes=[3] is not possible: sizes must divide the 4 ranks"),
     "accumulation": (
         ["mine:Right", "--accumulation", "some"],
