@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -56,9 +56,9 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not all(isinstance(tensor, DTensor) for tensor in tensors):
                 raise not_gathered(name, origin)
-            if (
-                is_in_place(func) and isinstance(args[0], Derived) and args[0].requires_grad
-            ):  # it may be a view of a leaf
+            is_init = getattr(func, "__module__", None) == nn.init.__name__  # disables gradients itself
+            written = args[0] if args and is_in_place(func) and not is_init else None
+            if isinstance(written, Derived) and written.requires_grad:  # it may be a view of a leaf
                 raise unsupported(f"{name} outside torch.no_grad()", origin)
         try:
             made = func(*args, **kwargs)

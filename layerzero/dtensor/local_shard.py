@@ -95,9 +95,10 @@ class LocalShard(torch.Tensor):
         """Wrap a result of `func`, which was called with these rows; see [Note: Partial scalars]."""
         if isinstance(result, LocalShard):
             return result
-        if result.ndim:
+        is_value = self.is_outside or self.spec.is_fully_local  # not partial
+        if result.ndim or (is_value and tracker is not None):  # an element, as in p.to_local()[0, 0] = 1
             return LocalShard(result, self.spec, tracker, row_dim, is_outside=self.is_outside)
-        if self.is_outside or self.spec.is_fully_local:
+        if is_value:
             return result
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
