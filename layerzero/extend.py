@@ -88,7 +88,7 @@ from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.unit_selection import UnitDefinition, block_classes
-from layerzero.utils.add_ons import ADD_ONS, addon
+from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
 from layerzero.utils.machine import boot_id
@@ -97,7 +97,6 @@ from layerzero.utils.text_tables import parameters_text, seconds_text, size_text
 
 __all__ = [
     "ACCUMULATIONS",
-    "ADD_ONS",
     "AUTO",
     "COMPARE_EVERY",
     "REFRESHES_IN_FLIGHT",
