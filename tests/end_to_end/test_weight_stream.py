@@ -27,6 +27,7 @@ from tests.dtensor.test_tensor_parallel import net as tensor_parallel_net
 from tests.dtensor.test_tensor_parallel import parallel
 from tests.sharding.test_expert_parallel import Net as ExpertNet
 from tests.sharding.test_expert_parallel import shard as shard_experts
+from tests.support.bits import assert_equal_bits
 from tests.support.checkpointing import WithBuffers
 from tests.support.graphs import WIDTH
 from tests.support.late_transfers import late
@@ -96,17 +97,6 @@ def computed_with(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], case: object) -> None:
-    assert ours.keys() == theirs.keys(), (case, ours.keys() ^ theirs.keys())
-    for name, value in theirs.items():
-        assert (ours[name].shape, ours[name].dtype) == (value.shape, value.dtype), (case, name)
-        assert torch.equal(ours[name].contiguous().view(-1).view(torch.uint8), bits(value)), (case, name)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 # --- values ---
 
 
@@ -141,15 +131,15 @@ def _follow(rank: int, size: int, dtype: torch.dtype, folder: str) -> list[int]:
         if rank == 0:
             assert [receiver.apply(packet) for packet in packets] == [False] * (len(packets) - 1) + [True]
             assert receiver.version == sender.version == step + 1
-            assert_same_bits(receiver.tensors, ours, ("packets", step))
+            assert_equal_bits(receiver.tensors, ours, ("packets", step))
         sent.append(sum(map(len, packets)))
-        assert_same_bits(ours, computed_with(model), ("forward", step))
+        assert_equal_bits(ours, computed_with(model), ("forward", step))
         masters = full_parameters(model)
-        assert_same_bits({name: ours[name] for name in masters}, {n: v.to(dtype) for n, v in masters.items()}, step)
+        assert_equal_bits({name: ours[name] for name in masters}, {n: v.to(dtype) for n, v in masters.items()}, step)
         if step == 18:
             with average.swapped():
                 ours = streamed(model)
-                assert_same_bits(ours, computed_with(model), "averages")
+                assert_equal_bits(ours, computed_with(model), "averages")
                 assert not torch.equal(ours["head.weight"], masters["embedding.weight"].to(dtype))
     assert {type(value) for value in ours.values()} == {Tensor}
     assert list(model.state_dict().keys() - ours.keys()) == ["counting._extra_state"]
@@ -187,7 +177,7 @@ def test_weights_in_host_memory_are_streamed(rank: int) -> None:
                 warnings.simplefilter("ignore")  # there is no device, whose memory the settings would save
                 model, optimizer = build(size, **settings)
             train_step(model, optimizer, rank, 0)
-            assert_same_bits(streamed(model), computed_with(model), (settings, size))
+            assert_equal_bits(streamed(model), computed_with(model), (settings, size))
 
 
 @pytest.mark.slow
@@ -203,12 +193,12 @@ def test_tensor_parallel_parameters_are_full(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             ours = streamed(model, bucket_bytes=50)
-            assert_same_bits(ours, full_parameters(model), (size, step))
+            assert_equal_bits(ours, full_parameters(model), (size, step))
             first = streamed(model, bucket_bytes=50, rank0_only=True)
-            assert_same_bits(first, ours if rank == 0 else {}, (size, step))
+            assert_equal_bits(first, ours if rank == 0 else {}, (size, step))
             for packet in sender.packets():
                 receiver.apply(packet)
-        assert_same_bits(receiver.tensors, ours if rank == 0 else {}, size)
+        assert_equal_bits(receiver.tensors, ours if rank == 0 else {}, size)
     assert ours.keys() == dict(tensor_parallel_net().named_parameters()).keys()
 
 
@@ -223,9 +213,9 @@ def test_parameters_on_several_meshes_are_full(rank: int) -> None:
             optimizer.zero_grad()
             ours = streamed(model)
             parameters = full_parameters(model)
-            assert_same_bits({name: ours[name] for name in parameters}, parameters, (expert_size, size, step))
+            assert_equal_bits({name: ours[name] for name in parameters}, parameters, (expert_size, size, step))
             first = streamed(model, rank0_only=True)
-            assert_same_bits(first, ours if rank == 0 else {}, (expert_size, size, step))
+            assert_equal_bits(first, ours if rank == 0 else {}, (expert_size, size, step))
         whole = ExpertNet().state_dict()
         assert {name: value.shape for name, value in ours.items()} == {name: v.shape for name, v in whole.items()}
     apart, _ = shard_experts(2, 2, dtensor=False)
@@ -242,7 +232,7 @@ def test_parameters_with_an_all_gather_extension_have_their_own_precision(rank: 
             wrap(nn.Sequential(Layer(Coded), Layer(Coded))), mesh=mesh_of(size), units={Layer}
         )
         model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
-        assert_same_bits(streamed(model), full_parameters(model), size)
+        assert_equal_bits(streamed(model), full_parameters(model), size)
 
 
 # --- first rank only, and traffic ---
@@ -256,7 +246,7 @@ def _first_rank(rank: int) -> None:
         counters = get_state(model).mesh_info.counters
         layerzero.traffic(model, reset=True)
         ours = streamed(model, rank0_only=True)
-        assert_same_bits(ours, expected if rank == 0 else {}, size)
+        assert_equal_bits(ours, expected if rank == 0 else {}, size)
         sent = {axis: count for (kind, axis), count in counters.bytes.items() if kind == "unshard"}
         assert sent.keys() <= {"zero3"}, "nothing crosses replicas"
         shared = get_state(model).transports[0].traits.shares_memory
@@ -347,10 +337,10 @@ def _keep(rank: int) -> None:
     assert {tuple(tensor.shape) for tensor in given.values()} == {(0,)}, "a tensor that was not copied is empty"
     kept = {name: tensor.detach() for name, tensor in layerzero.stream_weights(model)}
     with torch.inference_mode():
-        assert_same_bits(streamed(model), expected, "inference mode")
+        assert_equal_bits(streamed(model), expected, "inference mode")
     for tensor in kept.values():
         tensor.zero_()
-    assert_same_bits(streamed(model), expected, "the tensors are copies")
+    assert_equal_bits(streamed(model), expected, "the tensors are copies")
 
 
 @BOTH
@@ -392,7 +382,7 @@ def _leave_early(rank: int, leaver: int, how: str) -> None:
     packets = list(sender.packets())
     if rank == 0:
         assert all(receiver.apply(packet) is (packet is packets[-1]) for packet in packets), "all values are sent"
-        assert_same_bits(receiver.tensors, streamed(model, rank0_only=False), "after the early end")
+        assert_equal_bits(receiver.tensors, streamed(model, rank0_only=False), "after the early end")
     else:
         streamed(model)
     assert not torch.equal(streamed(model)["head.weight"], expected["head.weight"])
@@ -438,7 +428,7 @@ def _use_while_active(rank: int) -> None:
         told = _message_of(call)
         assert message in told and "Exhaust or close the generator first" in told, (message, told)
     seen |= {name: tensor.clone() for name, tensor in stream}
-    assert_same_bits(seen, expected, "the stream goes on")
+    assert_equal_bits(seen, expected, "the stream goes on")
     optimizer.zero_grad()
     train_step(model, optimizer, rank, 1)
 
@@ -471,19 +461,6 @@ def _refused_places(rank: int) -> None:
         )
     assert "not sharded" in _message_of(lambda: layerzero.stream_weights(nn.Linear(1, 1)))
     assert "bucket_bytes is" in _message_of(lambda: streamed(model, bucket_bytes=100 + rank))
-    streamed(model)
-    model(tokens).float().sum().backward()
-
-
-@BOTH
-def test_a_stream_in_the_wrong_place_is_refused(shared_memory: str | None) -> None:
-    run_ranks(_refused_places, shared_memory=shared_memory)
-
-
-@on_ranks()
-def test_a_stream_follows_an_interrupted_forward(rank: int) -> None:
-    model, _ = build(2)
-    tokens, _ = TiedTransformer.batch(step=0)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -492,7 +469,13 @@ def test_a_stream_follows_an_interrupted_forward(rank: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         model(tokens)
     hook.remove()
-    assert_same_bits(streamed(model), computed_with(model), "after an interrupted forward")
+    assert_equal_bits(streamed(model), computed_with(model), "after an interrupted forward")
+    model(tokens).float().sum().backward()
+
+
+@BOTH
+def test_a_stream_in_the_wrong_place_is_refused(shared_memory: str | None) -> None:
+    run_ranks(_refused_places, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=2)
@@ -556,7 +539,7 @@ def test_frozen_weights_are_sent_once(rank: int) -> None:
         if rank == 0:
             assert sum(map(len, packets)) > 3 * 64 * 64 * 2 if step in (0, 3) else sum(map(len, packets)) < 3000
             assert [receiver.apply(packet) for packet in packets] == [True]
-        assert_same_bits(receiver.tensors, streamed(model, rank0_only=True), step)
+        assert_equal_bits(receiver.tensors, streamed(model, rank0_only=True), step)
         assert sender.nbytes == (3 * 64 * 2 * 2 if rank == 0 else 0), "only adapters have previous values"
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
