@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import layerzero
 from layerzero import Offload
-from tests.support.models import assert_close, full_parameters
+from tests.support.models import Rule, assert_close, full_parameters
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -34,21 +34,14 @@ class Net(nn.Module):
         return self.first(x).sum() + self.second(x).sum() + self.gain
 
 
-class Scaled(Optimizer):
+class Scaled(Rule):
     """SGD whose rate is multiplied by the parameter's attribute `lr_mul`."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
 
     def factor(self, parameter: Tensor) -> float:
         return getattr(parameter, "lr_mul", 1.0)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] * self.factor(parameter))
+    def change(self, parameter: Tensor) -> Tensor:
+        return parameter.grad * self.factor(parameter)
 
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:
@@ -246,7 +239,7 @@ def _choose(zero3_size: int) -> None:
             assert_close(full_parameters(model), dict(net.named_parameters()), kind)
 
 
-class Masked(Scaled):
+class Masked(Rule):
     """SGD whose gradients are multiplied by tensors in a table, and which counts steps in a table."""
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -254,11 +247,9 @@ class Masked(Scaled):
         self.masks: dict[Tensor, Tensor] = {p: torch.full_like(p, 2.0) for p in self.param_groups[0]["params"]}
         self.counts: dict[Tensor, int] = {}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.counts[parameter] = self.counts.get(parameter, 0) + 1
-            parameter.sub_(parameter.grad * self.masks[parameter])
+    def change(self, parameter: Tensor) -> Tensor:
+        self.counts[parameter] = self.counts.get(parameter, 0) + 1
+        return parameter.grad * self.masks[parameter]
 
 
 def _masked(zero3_size: int) -> None:
@@ -296,13 +287,11 @@ class Outside(Scaled):
         return OUTSIDE.get(parameter, 1.0)
 
 
-class WithMasks(Scaled):
+class WithMasks(Rule):
     """SGD whose gradients are multiplied by attributes of parameters."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad * parameter.mask)
+    def change(self, parameter: Tensor) -> Tensor:
+        return parameter.grad * parameter.mask
 
 
 @on_ranks(world_size=2)

@@ -16,6 +16,7 @@ import layerzero
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from tests.support.models import (
     IntegerNet,
+    Rule,
     assert_same_bits,
     different,
     exact_sgd,
@@ -29,27 +30,20 @@ from tests.support.ranks import mesh_of, on_ranks
 WORLD = 4
 
 
-class Momentum(Optimizer):
+class Momentum(Rule):
     """Needs full matrices: the update depends on the largest momentum, which a rank with rows does not know. Exact."""
 
-    def __init__(self, params: Any, lr: float = 2**-4) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) / 2 + parameter.grad
-                    state.setdefault("count", torch.zeros(())).add_(1)
-                    parameter.add_(state["momentum"] - state["momentum"].max(), alpha=-group["lr"])
+    def change(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) / 2 + parameter.grad
+        state.setdefault("count", torch.zeros(())).add_(1)
+        return state["momentum"] - state["momentum"].max()
 
 
 def _pair(net: nn.Module, kind: str) -> Optimizer:
     if kind == "SGD":
         return exact_sgd(net.parameters())
-    return Momentum([{"params": [p for p in net.parameters() if p.ndim == 2]}])
+    return Momentum([{"params": [p for p in net.parameters() if p.ndim == 2]}], lr=2**-4)
 
 
 def _train(model: nn.Module, optimizer: Optimizer, rank: int | None, steps: range) -> None:

@@ -14,29 +14,26 @@ from torch.optim import Optimizer
 
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.compatibility_trial import group_kind
+from tests.support.models import Rule
 from tests.support.surveying import survey_and_resume
 
 CPU = torch.device("cpu")
 
 
-class Rule(Optimizer):
+class Updated(Rule):
     """Optimizer whose subclass computes the update from a gradient and the state of its parameter."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2, **settings: Any) -> None:
-        super().__init__(params, {"lr": lr, **settings})
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
 
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(self.update(parameter.grad, self.state[parameter]), alpha=group["lr"])
+    def change(self, parameter: Tensor) -> Tensor:
+        return self.update(parameter.grad, self.state[parameter])
 
 
-class FactorsFrom16(Rule):
+class FactorsFrom16(Updated):
     """Stores the second moments of matrices by row and column if both sides are long enough, as AdafactorBigVision."""
 
     SIDE = 16
@@ -58,7 +55,7 @@ class FactorsFrom128(FactorsFrom16):
     SIDE = 128
 
 
-class QuantizesFrom4096(Rule):
+class QuantizesFrom4096(Updated):
     """Stores momentum in 8 bits, with a scale for each block of 256 elements, if the parameter is large enough."""
 
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -77,7 +74,7 @@ class QuantizesFrom4096(Rule):
         return moment
 
 
-class Lists(Rule):
+class Lists(Updated):
     """Stores several moments in a list, as AggMo, and a table of them."""
 
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -90,7 +87,7 @@ class Lists(Rule):
         return sum(state["moments"]) / state["table"]["step"] + state["table"]["moment"]
 
 
-class NoneInState(Rule):
+class NoneInState(Updated):
     """Has an entry that is None, and an attribute that torch's copy of an optimizer drops, as StableAdamW."""
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -103,7 +100,7 @@ class NoneInState(Rule):
         return state["moment"] / state["moment"].norm().clamp(min=1e-3)  # needs full parameters
 
 
-class FactorOfEachDim(Rule):
+class FactorOfEachDim(Updated):
     """Divides by a factor for each dim, as Shampoo: a parameter without dims has none."""
 
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -114,7 +111,7 @@ class FactorOfEachDim(Rule):
         return gradient
 
 
-class CountsInAttribute(Rule):
+class CountsInAttribute(Updated):
     """Has a rate that depends on a count, which neither torch nor layerzero saves."""
 
     count = 0
@@ -124,23 +121,21 @@ class CountsInAttribute(Rule):
         return gradient / (1 + self.count // 8)
 
 
-class StateOnParameter(Rule):
+class StateOnParameter(Updated):
     """Keeps momentum in an attribute of each parameter, which neither torch nor layerzero saves."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.momentum = getattr(parameter, "momentum", 0) * 0.5 + parameter.grad
-            parameter.sub_(parameter.momentum, alpha=1e-2)
+    def change(self, parameter: Tensor) -> Tensor:
+        parameter.momentum = getattr(parameter, "momentum", 0) * 0.5 + parameter.grad
+        return parameter.momentum
 
 
-class ObjectInState(Rule):
+class ObjectInState(Updated):
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         state["codec"] = object()
         return gradient
 
 
-class QueueInState(Rule):
+class QueueInState(Updated):
     """Has a container that is neither a list nor a table, as AdaShift."""
 
     def update(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -148,7 +143,7 @@ class QueueInState(Rule):
         return state["queue"].popleft() + gradient
 
 
-class FromSide(Rule):
+class FromSide(Updated):
     """Normalizes matrices with sides from a class attribute, which a test changes."""
 
     SIDE = 1000

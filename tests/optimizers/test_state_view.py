@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import layerzero
-from tests.support.models import assert_same_bits, full_parameters
+from tests.support.models import Rule, assert_same_bits, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 
 # (ranks, zero3_size)
@@ -38,25 +38,22 @@ class Net(nn.Module):
         return (outputs * torch.arange(1.0, 8.0)).sum() + 3 * self.gain.sum()
 
 
-class Momentum(Optimizer):
+class Momentum(Rule):
     """SGD with momentum, which is not one of torch's classes."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1.0, momentum: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-        self.resets_itself = False
+    resets_itself = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         if self.resets_itself:
             self.state = defaultdict(dict)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state:
-                        state["momentum_buffer"] = torch.zeros_like(parameter)
-                    state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
-                    parameter.sub_(state["momentum_buffer"], alpha=group["lr"])
+        super().step()
+
+    def change(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"].mul_(0.5).add_(parameter.grad)
 
 
 sgd = partial(torch.optim.SGD, lr=1.0, momentum=0.5)

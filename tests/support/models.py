@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -234,6 +234,24 @@ def in_lockstep(
         backward_alone(net, step)
         theirs.step()
         theirs.zero_grad()
+
+
+class Rule(Optimizer):
+    """SGD of which a subclass changes the gradients."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a parameter with a learning rate of 1."""
+        return parameter.grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.change(parameter), alpha=group["lr"])
 
 
 class LayerwiseScaling(Optimizer):
