@@ -100,34 +100,24 @@ class FlatLayout:
                 f"shard_numel={self.shard_numel}, num_shards={self.num_shards} and align={self.align} "
                 "must all be at least 1"
             )
+        ends = self.bounds[:1], self.bounds[-1:], len(self.bounds) - 1
+        if self.bounds and (ends != ((0,), (self.numel,), self.num_shards) or list(self.bounds) != sorted(self.bounds)):
+            raise ValueError(f"bounds {self.bounds} do not cut {self.numel} elements into {self.num_shards} shards")
         end = 0
         for slot in self.slots:
             if slot.offset < end or slot.end > self.numel:
                 raise ValueError(f"{slot} is not between the end of the previous slot, {end}, and {self.numel}")
             if slot.offset % self.align:
                 raise ValueError(f"{slot} does not start at a multiple of align={self.align}")
-            if self._cuts_a_row(slot):
-                raise ValueError(f"{slot} has a row that is cut at a multiple of {self.shard_numel}")
+            if wrong := [cut for cut in self._cuts_inside(slot) if (cut - slot.offset) % slot.row_numel]:
+                raise ValueError(f"{slot} has a row that is cut at {wrong[0]}")
             end = slot.end
+
+    def _cuts_inside(self, slot: Slot) -> Iterable[int]:
+        """Return the cuts inside a slot. Of equally distant cuts, the first two are sufficient for a check."""
         if self.bounds:
-            self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        ends = self.bounds[0], self.bounds[-1], len(self.bounds) - 1
-        if ends != (0, self.numel, self.num_shards) or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(f"bounds {self.bounds} do not cut {self.numel} elements into {self.num_shards} shards")
-        for slot in self.slots:
-            if any((b - slot.offset) % slot.row_numel for b in self.bounds if slot.offset < b < slot.end):
-                raise ValueError(f"{slot} has a row that is cut by {self.bounds}")
-
-    def _cuts_a_row(self, slot: Slot) -> bool:
-        first_cut = _round_up(slot.offset + 1, self.shard_numel)
-        if first_cut >= slot.end:
-            return False
-        crosses_another = first_cut + self.shard_numel < slot.end
-        return (first_cut - slot.offset) % slot.row_numel != 0 or (
-            crosses_another and self.shard_numel % slot.row_numel != 0
-        )
+            return [cut for cut in self.bounds if slot.offset < cut < slot.end]
+        return range(_round_up(slot.offset + 1, self.shard_numel), slot.end, self.shard_numel)[:2]
 
     @property
     def numel(self) -> int:

@@ -304,8 +304,8 @@ def test_of_few_slots_the_search_finds_an_order_that_fits_if_there_is_one(
 @pytest.mark.parametrize(
     ("slots", "shard_numel", "message"),
     [
-        ((Slot("weight", (6, 5), 0),), 12, "a row that is cut at a multiple of 12"),
-        ((Slot("weight", (5, 4), 2),), 6, "a row that is cut at a multiple of 6"),  # by its second cut only
+        ((Slot("weight", (6, 5), 0),), 12, "a row that is cut at 12"),
+        ((Slot("weight", (5, 4), 2),), 6, "a row that is cut at 12"),  # by its second cut only
         ((Slot("weight", (6, 5), 1),), 40, "multiple of align=2"),
         ((Slot("weight", (6, 5), 0), Slot("bias", (6,), 28)), 40, "not between"),
         ((Slot("weight", (6, 5), 0), Slot("bias", (60,), 30)), 20, "not between"),
