@@ -138,12 +138,10 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
     Only the first rank's copy would be saved, although ranks may have different values.
     """
     for name, values in state.items():
-        for key, value in values.items():
-            tensors = [
-                leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-            ]
-            if name in names.members and (shapes := [list(each.shape) for each in tensors if each.ndim]):
-                raise TypeError(
-                    f"optimizer.state.{name}.{key} cannot be saved, because its shape {shapes[0]} is neither that of "
-                    "its parameter nor that of a scalar"
-                )
+        for key, value in values.items() if name in names.members else ():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.ndim:
+                    raise TypeError(
+                        f"optimizer.state.{name}.{key} cannot be saved, because its shape {list(leaf.shape)} is "
+                        "neither that of its parameter nor that of a scalar"
+                    )

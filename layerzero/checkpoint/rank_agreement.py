@@ -17,14 +17,15 @@ __all__ = ["PathLike", "agreed", "check_checkpoint_arguments", "convert_dcp_exce
 PathLike = str | os.PathLike[str]
 
 
-_KINDS = {
-    "CheckpointError": CheckpointError,
-    "UnsupportedFormatError": UnsupportedFormatError,
-    "FileExistsError": FileExistsError,
-    "PathTakenError": FileExistsError,
-    "FileNotFoundError": FileNotFoundError,
-    "NotADirectoryError": NotADirectoryError,
-}
+# Classes of errors that callers handle.
+_HANDLED = (
+    CheckpointError,
+    UnsupportedFormatError,
+    FileExistsError,
+    PathTakenError,
+    FileNotFoundError,
+    NotADirectoryError,
+)
 
 
 @contextmanager
@@ -49,8 +50,8 @@ def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] 
     try:
         require_equal(subject, {} if fields is None else fields, ranks=lz_state.ranks.ranks, failure=failure)
     except RuntimeError as error:
-        for name, kind in _KINDS.items():  # so that all ranks can try another checkpoint or another path
-            if failure is None and f"failed with {name}:" in str(error):
+        for kind in _HANDLED:  # so that all ranks can try another checkpoint or another path
+            if failure is None and f"failed with {kind.__name__}:" in str(error):
                 raise kind(str(error)) from None
         raise
     except ValueError as error:

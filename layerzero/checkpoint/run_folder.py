@@ -34,7 +34,7 @@ from layerzero.checkpoint.publish import (
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
 from layerzero.extend import LayerZeroState, get_state
 
-__all__ = ["Resumed", "clean_up_after_save", "clear_leftovers", "latest", "load_latest", "next_sequence"]
+__all__ = ["Resumed", "clear_leftovers", "latest", "load_latest", "next_sequence", "rotate"]
 
 _LOG = logging.getLogger("layerzero")
 _DEAD_AFTER = 24 * 3600.0  # time in seconds without a write after which a save counts as dead
@@ -60,23 +60,11 @@ def next_sequence(folder: Path) -> int:
     return manifests[-1].sequence + 1 if manifests else 0
 
 
-def clean_up_after_save(path: Path, keep_last: int | None) -> None:
-    """After a save to `path`, remove files of interrupted saves, and all but the newest `keep_last` checkpoints.
-
-    A checkpoint that another job has saved at the same time or later is never removed.
-
-    Raises:
-        OSError: a checkpoint or a leftover could not be removed.
-    """
-    clear_leftovers(path / MANIFEST)
-    if keep_last is not None:
-        rotate(path, keep_last)
-
-
 def rotate(path: Path, keep_last: int) -> None:
     """Remove checkpoints in the folder of `path` that are older than `path`, except the last `keep_last` checkpoints.
 
-    The function also keeps the last checkpoint that is known to be finite.
+    The function also keeps the last checkpoint that is known to be finite. A checkpoint that another job has saved at
+    the same time or later is never removed.
     """
     manifests, _ = scan(path.parent)
     own_sequence = next((manifest.sequence for manifest in manifests if manifest.folder == path), None)

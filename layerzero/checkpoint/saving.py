@@ -20,9 +20,10 @@ from layerzero.checkpoint.collect_state import CollectedState, collect, topology
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError
 from layerzero.checkpoint.json_codec import PerRank
+from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
-from layerzero.checkpoint.run_folder import clean_up_after_save
+from layerzero.checkpoint.run_folder import clear_leftovers, rotate
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_registration
 
@@ -241,7 +242,9 @@ def _write_on_all_ranks(writer: SafetensorsWriter, group: dist.ProcessGroup) -> 
         ) from error
     if first:
         try:
-            clean_up_after_save(writer.path, writer.keep_last)
+            clear_leftovers(writer.path / MANIFEST)
+            if writer.keep_last is not None:
+                rotate(writer.path, writer.keep_last)
         except OSError as error:  # only warn, because the new checkpoint exists and the other ranks continue
             warnings.warn(
                 f"keep_last={writer.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",

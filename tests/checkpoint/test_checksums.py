@@ -31,7 +31,7 @@ from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, on_first_rank, sharded_net
 from tests.support.damaging import flip_bit
 from tests.support.models import different
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 SMALL = ChecksumScheme("xxh3-128", 64)
 
@@ -215,50 +215,46 @@ class Trap(nn.Module):
         return self.one.square().sum()
 
 
-def _torn(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_file_that_changes_between_two_readings_is_an_error_that_lasts_until_a_load_succeeds(
+    rank: int, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path / "no-optimizer", layerzero.shard_model(Trap(), mesh=mesh_of(2)))
     model = layerzero.shard_model(Trap(), mesh=mesh_of(2))
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2**-4), model)
     _step(model, optimizer)
     for name in ("one", "two"):
-        checkpoint.save(folder / name, model, optimizer)
+        checkpoint.save(tmp_path / name, model, optimizer)
     expected = everything(model, optimizer)
     _step(model, optimizer)
-    model.harmed = folder / "one" / "rank-00001.safetensors" if rank == 1 else None
+    model.harmed = tmp_path / "one" / "rank-00001.safetensors" if rank == 1 else None
     model().backward()
     with pytest.raises(
         CheckpointError,
         match=r"rank-00001.* is damaged: .*The first read of this file succeeded, but the second failed: a load of",
     ):
-        checkpoint.load(folder / "one", model, optimizer)
+        checkpoint.load(tmp_path / "one", model, optimizer)
     said = "has failed halfway, and the model and the optimizer are partly loaded. Load this or another checkpoint"
-    for use in (model, optimizer.step, lambda: checkpoint.save(folder / "three", model, optimizer)):
+    for use in (model, optimizer.step, lambda: checkpoint.save(tmp_path / "three", model, optimizer)):
         with pytest.raises(RuntimeError, match=said):
             use()
     model.harmed = None
     with pytest.raises(CheckpointError, match=r"rank-00001.* is damaged: bytes"):
-        checkpoint.load(folder / "one", model, optimizer)  # this load changes nothing, so the model stays unusable
+        checkpoint.load(tmp_path / "one", model, optimizer)  # this load changes nothing, so the model stays unusable
     with pytest.raises(RuntimeError, match=said):
         model()
     with pytest.warns(UserWarning, match="skipped the entries") if rank == 0 else nullcontext():
-        checkpoint.load(folder / "no-optimizer", model, optimizer, strict=False)
+        checkpoint.load(tmp_path / "no-optimizer", model, optimizer, strict=False)
     with pytest.raises(RuntimeError, match=said):
         model()
-    checkpoint.load(folder / "no-optimizer", model)
+    checkpoint.load(tmp_path / "no-optimizer", model)
     model()
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
-    checkpoint.load(folder / "two", model, optimizer)
+    checkpoint.load(tmp_path / "two", model, optimizer)
     assert not (wrong := different(everything(model, optimizer), expected)), wrong
     optimizer.zero_grad()
     _step(model, optimizer)
-    checkpoint.save(folder / "three", model, optimizer)
-
-
-def _no_optimizer(rank: int, folder: Path) -> None:
-    checkpoint.save(folder / "no-optimizer", layerzero.shard_model(Trap(), mesh=mesh_of(2)))
-
-
-def test_a_file_that_changes_between_two_readings_is_an_error_that_lasts_until_a_load_succeeds(tmp_path: Path) -> None:
-    run_ranks(_no_optimizer, tmp_path, world_size=2)
-    run_ranks(_torn, tmp_path, world_size=2)
+    checkpoint.save(tmp_path / "three", model, optimizer)
+    dist.barrier()
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "no-optimizer"}

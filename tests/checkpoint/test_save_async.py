@@ -7,7 +7,10 @@ import io
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import publish, safetensors_files
+from layerzero.checkpoint import safetensors_files
 from layerzero.checkpoint.background import Staging, staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
@@ -24,17 +27,26 @@ from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
 
 
+@contextmanager
+def _gate_before(module: Any, name: str) -> Iterator[threading.Event]:
+    """Let calls of a function wait until the event is set."""
+    gate, function = threading.Event(), getattr(module, name)
+
+    def late(*args: Any, **options: Any) -> Any:
+        gate.wait()
+        return function(*args, **options)
+
+    with mock.patch.object(module, name, late):
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
 @on_ranks()
 def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2, steps=1)
-    gate, write = threading.Event(), publish.write_file
-
-    def write_late(*args, **kwargs):
-        gate.wait()
-        return write(*args, **kwargs)
-
-    safetensors_files.write_file = write_late
-    try:
+    with _gate_before(safetensors_files, "write_file") as gate:
         at_call = everything(model, optimizer)
         tensor = torch.ones(3)
         extra = {"list": [1], "tensor": tensor, "own": checkpoint.per_rank(tensor)}
@@ -46,9 +58,6 @@ def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Pa
         assert different(everything(model, optimizer), at_call)
         gate.set()
         pending.wait()
-    finally:
-        gate.set()
-        safetensors_files.write_file = write
     dist.barrier()
     undisturbed, its_optimizer = sharded_net(2, steps=4)
     assert not different(everything(model, optimizer), everything(undisturbed, its_optimizer))
@@ -60,14 +69,7 @@ def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Pa
 
 def _save_and_destroy(rank: int, folder: str) -> str:
     model, optimizer = sharded_net(2, steps=1)
-    gate, write = threading.Event(), checkpoint.saving.write_tensors
-
-    def write_late(*args, **kwargs):
-        gate.wait()
-        return write(*args, **kwargs)
-
-    checkpoint.saving.write_tensors = write_late
-    try:
+    with _gate_before(checkpoint.saving, "write_tensors") as gate:
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer)
         dist.barrier()
         dist.destroy_process_group()
@@ -77,9 +79,6 @@ def _save_and_destroy(rank: int, folder: str) -> str:
             with pytest.raises(checkpoint.CheckpointError, match=r"Call wait\(\) .* before destroy_process_group"):
                 pending.wait()
         return printed.getvalue()
-    finally:
-        gate.set()
-        checkpoint.saving.write_tensors = write
 
 
 def test_a_group_that_is_destroyed_during_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:
