@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,102 +18,45 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import publish, run_folder
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
-from tests.support.checkpointing import everything, sharded_net
-from tests.support.crashing import slow_disk
+from tests.support.checkpointing import everything
 from tests.support.damaging import sign
-from tests.support.models import IntegerNet, different, exact_sgd, integer_net, train
-from tests.support.ranks import run_ranks
-from tests.support.rivals import meet, save_beside, start, winner
+from tests.support.models import IntegerNet, exact_sgd, integer_net, train
+from tests.support.rivals import Job, kill_one_of_two, race
 
 pytestmark = pytest.mark.slow
 
 
-def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
-    """Return the job of this rank and its group: two jobs of two ranks."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return rank // 2, groups[rank // 2]
-
-
-def _built(group: dist.ProcessGroup, seed: int) -> tuple[Any, Any]:
+def _job(jobs: list[list[int]], seed: int) -> Job:
+    groups = [dist.new_group(ranks) for ranks in jobs]
+    group = next(group for group, ranks in zip(groups, jobs, strict=True) if dist.get_rank() in ranks)
     mesh = layerzero.mesh_from_groups(group, group)
-    model = layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS)
-    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
 
+    def built(seed: int) -> tuple[Any, Any]:
+        model = layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS)
+        return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
 
-def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool) -> bool:
-    try:
+    (model, optimizer), (again, its_optimizer) = built(seed), built(2)
+
+    def save(path: Path, extra: Any, later: bool) -> None:
         if later:
             checkpoint.save_async(path, model, optimizer, extra).wait()
         else:
             checkpoint.save(path, model, optimizer, extra)
-    except FileExistsError as error:
-        assert "already exists" in str(error)
-        return False
-    return True
 
+    def load(path: Path) -> tuple[Any, dict[str, Tensor]]:
+        return checkpoint.load(path, again, its_optimizer), everything(again, its_optimizer)
 
-def race(rank: int, folder: Path, rounds: int, seed: int) -> list[bool]:
-    """Return for each round whether this rank's job won the name. The winner has loaded its checkpoint."""
-    job, group = _job_of(rank)
-    (model, optimizer), (again, its_optimizer) = _built(group, job), _built(group, 2)
-    generator = random.Random(100 * seed + rank)
-    alike = random.Random(100 * seed + 50 + job)  # on both ranks of a job
-    won = []
-    for turn in range(rounds):
-        train(model, optimizer, rank, [turn])
-        state, later = everything(model, optimizer), alike.random() < 0.5
-        dist.barrier()
-        time.sleep(alike.uniform(0, 0.05))
-        with slow_disk(generator):
-            won.append(_saved(folder / str(turn), model, optimizer, {"job": job, "turn": turn}, later=later))
-        if won[-1]:
-            assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
-            wrong = different(everything(again, its_optimizer), state)
-            assert not wrong, f"job {job} saved in round {turn}, and loads other {wrong}"
-        dist.barrier()
-        if won[-1]:  # also after the other job has ended
-            assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
-    dist.barrier()
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted(map(str, range(rounds))), f"nothing is left of who came too late: {left}"
-    return won
+    return Job(
+        lambda turn: train(model, optimizer, dist.get_rank(), [turn]), lambda: everything(model, optimizer), save, load
+    )
 
 
 def test_of_two_jobs_that_save_to_one_path_one_gets_it_and_can_load_it(tmp_path: Path) -> None:
-    first, first_peer, second, second_peer = run_ranks(race, tmp_path, 10, 1)
-    assert first == first_peer and second == second_peer
-    for turn, winners in enumerate(zip(first, second, strict=True)):
-        assert sum(winners) == 1, f"round {turn}: {winners}"
-    assert any(first) and any(second), "the race is one"
-
-
-def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
-    meet(folder, job, rank)
-    model, optimizer = sharded_net(2, seed=job)
-    extra, later = {"job": job}, bool(turn % 3)
-    save_beside(folder, job, rank, victim, turn, lambda: _saved(folder / "one", model, optimizer, extra, later=later))
-
-
-def _states(rank: int) -> list[dict[str, Tensor]]:
-    return [everything(*sharded_net(1, seed=job)) for job in (0, 1)]
-
-
-def _loads(rank: int, winners: dict[Path, int], states: list[dict[str, Tensor]]) -> None:
-    model, optimizer = sharded_net(1, seed=2)
-    for folder, job in winners.items():
-        assert checkpoint.load(folder / "one", model, optimizer) == {"job": job}, folder
-        assert not different(everything(model, optimizer), states[job]), folder
+    race(_job, tmp_path)
 
 
 def test_a_job_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
-    states = run_ranks(_states, world_size=1)[0]
-    turns = range(4, 16, 4)
-    processes = {
-        (place := tmp_path / str(turn)): start(_rival, place, (turn % 2, turn // 2 % 2), turn) for turn in turns
-    }
-    winners = {place: won for place, each in processes.items() if (won := winner(place, each)) is not None}
-    run_ranks(_loads, winners, states, world_size=1)
-    assert len(winners) >= 2
+    kill_one_of_two(_job, tmp_path, (4, 8, 12))
 
 
 def _copy(intact: Path, path: Path, sequence: int, token: str) -> None:

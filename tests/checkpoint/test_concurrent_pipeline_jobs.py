@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +16,9 @@ import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk, chunk_checkpoint
-from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.rivals import meet, save_beside, start, winner
+from tests.support.ranks import on_ranks
+from tests.support.rivals import Job, kill_one_of_two, race
 
 pytestmark = pytest.mark.slow
 
@@ -53,73 +50,30 @@ def _weights(chunks: list[ShardedChunk]) -> dict[str, torch.Tensor]:
     }
 
 
-def _saved(path: Path, chunks: list[ShardedChunk], extra: Any) -> bool:
-    try:
-        layerzero.megatron.save(path, chunks, None, extra)
-    except FileExistsError as error:
-        assert "already exists" in str(error)
-        return False
-    return True
+def _job(jobs: list[list[int]], seed: int) -> Job:
+    groups = _groups(jobs, dist.get_rank())
+    chunks, again = _chunks(groups, seed), _chunks(groups, 2)
 
-
-def _race(rank: int, folder: Path, rounds: int) -> list[bool]:
-    jobs = [[0, 1], [2, 3]]
-    job, groups = rank // 2, _groups(jobs, rank)
-    chunks, again = _chunks(groups, job), _chunks(groups, 2)
-    generator, alike = random.Random(rank), random.Random(50 + job)
-    won = []
-    for turn in range(rounds):
+    def change(turn: int) -> None:
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.add_(1)
-        path, state = folder / str(turn), _weights(chunks)
-        dist.barrier()
-        time.sleep(alike.uniform(0, 0.03))
-        with slow_disk(generator):
-            won.append(_saved(path, chunks, {"job": job, "turn": turn}))
-        for _ in range(2):  # the second time after the end of the other job
-            if won[-1]:
-                assert layerzero.megatron.load(path, again) == {"job": job, "turn": turn}
-                wrong = different(_weights(again), state)
-                assert not wrong, f"job {job} saved in round {turn}, and loads other {wrong}"
-            dist.barrier()
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted(map(str, range(rounds))), f"nothing is left of who came too late: {left}"
-    return won
+
+    return Job(
+        change,
+        lambda: _weights(chunks),
+        lambda path, extra, later: layerzero.megatron.save(path, chunks, None, extra),
+        lambda path: (layerzero.megatron.load(path, again), _weights(again)),
+    )
 
 
 def test_of_two_jobs_that_save_all_stages_to_one_path_one_gets_it_and_can_load_it(tmp_path: Path) -> None:
-    first, first_peer, second, second_peer = run_ranks(_race, tmp_path, 10)
-    assert first == first_peer and second == second_peer, "all ranks of a job are told the same"
-    for turn, winners in enumerate(zip(first, second, strict=True)):
-        assert sum(winners) == 1, f"round {turn}: {winners}"
-    assert any(first) and any(second), "the race is one"
-
-
-def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
-    meet(folder, job, rank)
-    chunks = _chunks(_groups([[0, 1]], rank), job)
-    save_beside(folder, job, rank, victim, turn, lambda: _saved(folder / "one", chunks, {"job": job}))
-
-
-def _loads(rank: int, winners: dict[Path, int]) -> None:
-    groups = _groups([[0, 1]], rank)
-    again, states = _chunks(groups, 2), [_weights(_chunks(groups, job)) for job in (0, 1)]
-    for folder, job in winners.items():
-        assert layerzero.megatron.load(folder / "one", again) == {"job": job}, folder
-        assert not different(_weights(again), states[job]), folder
+    race(_job, tmp_path)
 
 
 def test_a_job_that_dies_while_it_saves_its_stages_takes_nothing_with_it(tmp_path: Path) -> None:
-    winners: dict[Path, int] = {}
-    for index, turn in enumerate((0, 5, 12, 19)):
-        place = tmp_path / str(turn)
-        won = winner(place, start(_rival, place, (index % 2, index // 2 % 2), turn))
-        if won is not None:
-            winners[place] = won
-    run_ranks(_loads, winners, world_size=2)
-    assert len(winners) >= 2
+    kill_one_of_two(_job, tmp_path, (0, 5, 12, 19))
 
 
 @on_ranks(world_size=2)

@@ -1,4 +1,4 @@
-"""Two jobs of two ranks each that save to one path at the same time, while one rank dies."""
+"""Two jobs of two ranks each that save to one path at the same time, while one rank may die."""
 
 from __future__ import annotations
 
@@ -6,62 +6,123 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
+from tests.support.models import different
+from tests.support.ranks import run_ranks
 
-Rival = Callable[[Path, int, int, tuple[int, int], int], None]  # (folder, job, rank, victim, turn), as for `meet`
+
+class Job(NamedTuple):
+    """Weights of one job, and how it saves them and loads others beside them."""
+
+    change: Callable[[int], object]  # the weights, in a round
+    weights: Callable[[], dict[str, Tensor]]
+    save: Callable[[Path, Any, bool], object]  # with `extra`, in the background or not
+    load: Callable[[Path], tuple[Any, dict[str, Tensor]]]  # return `extra` and weights
 
 
-def meet(folder: Path, job: int, rank: int) -> None:
-    """Initialize the process group of one job."""
+MakeJob = Callable[[list[list[int]], int], Job]  # called with the ranks of all jobs and the seed of the weights
+
+
+def _saved(job: Job, path: Path, extra: Any, later: bool) -> bool:
+    try:
+        job.save(path, extra, later)
+    except FileExistsError as error:
+        assert "already exists" in str(error)
+        return False
+    return True
+
+
+def _race(rank: int, make_job: MakeJob, folder: Path, rounds: int) -> list[bool]:
+    """Return for each round whether this rank's job won the name. The winner has loaded its checkpoint."""
+    number = rank // 2
+    job = make_job([[0, 1], [2, 3]], number)
+    generator, alike = random.Random(rank), random.Random(50 + number)  # the second is the same on all ranks of a job
+    won = []
+    for turn in range(rounds):
+        job.change(turn)
+        path, extra, weights, later = folder / str(turn), {"job": number, "turn": turn}, job.weights(), alike.random()
+        dist.barrier()
+        time.sleep(alike.uniform(0, 0.05))
+        with slow_disk(generator):
+            won.append(_saved(job, path, extra, later < 0.5))
+        for _ in range(2):  # the second time after the end of the other job
+            if won[-1]:
+                found, loaded = job.load(path)
+                assert found == extra
+                assert not (wrong := different(loaded, weights)), f"job {number} saved in round {turn}: {wrong}"
+            dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted(map(str, range(rounds))), f"nothing is left of who came too late: {left}"
+    return won
+
+
+def race(make_job: MakeJob, folder: Path) -> None:
+    """Let two jobs save to one path in each of several rounds; require that one of them gets it and can load it."""
+    first, first_peer, second, second_peer = run_ranks(_race, make_job, folder, 10)
+    assert first == first_peer and second == second_peer, "all ranks of a job are told the same"
+    for turn, winners in enumerate(zip(first, second, strict=True)):
+        assert sum(winners) == 1, f"round {turn}: {winners}"
+    assert any(first) and any(second), "the race is one"
+
+
+def _rival(make_job: MakeJob, folder: Path, number: int, rank: int, victim: tuple[int, int], turn: int) -> None:
+    """Save when all four ranks are ready, then exit; the victim, a job and a rank, dies at its disk call `turn`."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.{job}.store", 2)
+    store = dist.FileStore(f"{folder}.{number}.store", 2)
     store.set_timeout(TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-
-
-def save_beside(
-    folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int, save: Callable[[], bool]
-) -> None:
-    """Save when all four ranks are ready, then exit; the victim dies at its disk call number `turn`.
-
-    Args:
-        victim: job and rank that dies.
-        save: returns True if this job has got the name; raises RuntimeError if the job's other rank has died.
-    """
+    job = make_job([[0, 1]], number)
     dist.barrier()
-    (folder / f"ready-{job}-{rank}").touch()
+    (folder / f"ready-{number}-{rank}").touch()
     while len(list(folder.glob("ready-*"))) < 4:
         time.sleep(0.001)
-    if victim == (job, rank):
+    if victim == (number, rank):
         die_at(turn, half=bool(turn % 2))
-    generator = random.Random(turn + job)
+    generator = random.Random(turn + number)
     time.sleep(generator.uniform(0, 0.02))
     with slow_disk(generator):
         try:
-            won = save()
+            won = _saved(job, folder / "one", {"job": number}, bool(turn % 3))
         except RuntimeError:
             os._exit(RAISED)
     os._exit(SURVIVED if won else TAKEN)
 
 
-def start(rival: Rival, place: Path, victim: tuple[int, int], turn: int) -> list[Any]:
-    """Start the processes of both jobs in a new folder and return them."""
-    place.mkdir()
-    ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
-    processes = [forks.Process(target=rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
-    for process in processes:
-        process.start()
-    return processes
+def kill_one_of_two(make_job: MakeJob, folder: Path, turns: Iterable[int]) -> None:
+    """Run two jobs in each of several folders, one of which dies; require that the other's checkpoint can be loaded."""
+    winners: dict[Path, int] = {}
+    for index, turn in enumerate(turns):
+        place, victim = folder / str(turn), (index % 2, index // 2 % 2)
+        place.mkdir()
+        ranks = [(number, rank) for number in (0, 1) for rank in (0, 1)]
+        processes = [
+            forks.Process(target=_rival, args=(make_job, place, *who, victim, turn), daemon=True) for who in ranks
+        ]
+        for process in processes:
+            process.start()
+        if (won := _winner(place, processes)) is not None:
+            winners[place] = won
+    run_ranks(_load_all, make_job, winners, world_size=2)
+    assert len(winners) >= 2
 
 
-def winner(place: Path, processes: list[Any]) -> int | None:
+def _load_all(rank: int, make_job: MakeJob, winners: dict[Path, int]) -> None:
+    jobs = [make_job([[0, 1]], number) for number in (0, 1)]
+    for folder, number in winners.items():
+        extra, loaded = jobs[0].load(folder / "one")
+        assert extra == {"job": number}, folder
+        assert not different(loaded, jobs[number].weights()), folder
+
+
+def _winner(place: Path, processes: list[Any]) -> int | None:
     """Wait for both jobs and return the job that reports a save; None if there is none."""
     exits = exit_codes(processes)
     assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
