@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.ranks import rank_main
-from tests.support.crashing import forks
+from tests.support.crashing import start_all
 
 RANKS = 4
 
@@ -31,11 +31,7 @@ class Try:
     def start(self, plan: dict[str, Any], attempt: int = 0, world: int = RANKS) -> list[Any]:
         for old in self.folder.glob("end.*"):
             old.unlink()
-        arguments = [(rank, world, str(self.folder), attempt, plan) for rank in range(world)]
-        ranks = [forks.Process(target=rank_main, args=each) for each in arguments]
-        for process in ranks:
-            process.start()
-        return ranks
+        return start_all(rank_main, [(rank, world, str(self.folder), attempt, plan) for rank in range(world)])
 
     def texts(self, name: str) -> list[str]:
         return [path.read_text() for path in sorted(self.folder.glob(f"{name}.*"))]

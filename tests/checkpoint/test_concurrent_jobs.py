@@ -56,7 +56,7 @@ def test_of_two_jobs_that_save_to_one_path_one_gets_it_and_can_load_it(tmp_path:
 
 
 def test_a_job_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
-    kill_one_of_two(_job, tmp_path, (4, 8, 12))
+    kill_one_of_two(_job, tmp_path, (4, 8, 2))
 
 
 def _copy(intact: Path, path: Path, sequence: int, token: str) -> None:

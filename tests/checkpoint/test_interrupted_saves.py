@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import dcp_storage
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
-from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
+from tests.support.crashing import RAISED, SURVIVED, WRONG, die_at, exit_codes, join_ranks, start_all
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -36,10 +35,7 @@ PARTIAL = re.compile(r"\.step-\d\.[0-9a-f]{16}\.partial")
 
 
 def _second_save(folder: str, rank: int, world_size: int, victim: int, turn: int, half: bool) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.store", world_size)
-    store.set_timeout(TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    join_ranks(f"{folder}.store", rank, world_size)
     model, optimizer = sharded_net(world_size, steps=2)
     dist.barrier()
     if rank == victim:
@@ -56,13 +52,7 @@ def _second_save(folder: str, rank: int, world_size: int, victim: int, turn: int
 
 def _start(folder: Path, world_size: int, victim: int, turn: int, *, half: bool = False) -> list[Any]:
     """Start ranks that save step-2, one of which may die during the save."""
-    ranks = [
-        forks.Process(target=_second_save, args=(str(folder), rank, world_size, victim, turn, half), daemon=True)
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
+    return start_all(_second_save, [(str(folder), rank, world_size, victim, turn, half) for rank in range(world_size)])
 
 
 def _first_save(rank: int, folder: str) -> list[dict[str, Tensor]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from tests.support.checkpointing import everything, sharded_net, train
-from tests.support.crashing import exit_codes, forks
+from tests.support.crashing import exit_codes, join_ranks, start_all
 from tests.support.models import different
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -136,9 +136,7 @@ def test_a_signal_for_a_child_is_none_for_the_run(rank: int) -> None:
 
 def _stuck(rank: int, folder: Path) -> None:
     """Let rank 0 wait in gloo for rank 1, which never arrives."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    join_ranks(str(folder / "store"), rank, 2, timedelta(seconds=60))
     model, optimizer = sharded_net(2, shared_memory="off", steps=1)
     requests = [checkpoint.on_signal(each, model, deadline=1.0, exit_code=75) for each in ASKING]
     assert len(requests) == 2
@@ -150,9 +148,7 @@ def _stuck(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("signum", ASKING)
 def test_the_deadline_is_kept_by_a_rank_that_waits_for_a_dead_one(tmp_path: Path, signum: signal.Signals) -> None:
-    ranks = [forks.Process(target=_stuck, args=(rank, tmp_path), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = start_all(_stuck, [(rank, tmp_path) for rank in range(2)])
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"ready.{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
         time.sleep(0.01)

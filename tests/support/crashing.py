@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,22 @@ forks = multiprocessing.get_context("forkserver")
 
 
 forks.set_forkserver_preload(["tests.support.checkpointing"])
+
+
+def start_all(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Start one process for each tuple of arguments and return the processes."""
+    processes = [forks.Process(target=target, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def join_ranks(file: str, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> None:
+    """Initialize the default process group of processes that share a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(file, world_size)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def die_at(turn: int, *, half: bool) -> None:
@@ -71,9 +87,7 @@ def survivors(
 ) -> dict[int, str]:
     """Return the results of `act`, which kills one rank, on the other ranks. The first rank serves the store."""
     arguments = [(rank, world_size, folder, act, timeout) for rank in range(world_size)]
-    ranks = [forks.Process(target=_live, args=each, daemon=True) for each in arguments]
-    for process in ranks:
-        process.start()
+    ranks = start_all(_live, arguments)
     files = {rank: folder / f"said.{rank}" for rank in range(world_size) if rank != victim}
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:

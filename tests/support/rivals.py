@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
+from tests.support.crashing import RAISED, SURVIVED, TAKEN, die_at, exit_codes, join_ranks, slow_disk, start_all
 from tests.support.models import different
 from tests.support.ranks import run_ranks
 
@@ -75,10 +74,7 @@ def race(make_job: MakeJob, folder: Path) -> None:
 
 def _rival(make_job: MakeJob, folder: Path, number: int, rank: int, victim: tuple[int, int], turn: int) -> None:
     """Save when all four ranks are ready, then exit; the victim, a job and a rank, dies at its disk call `turn`."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.{number}.store", 2)
-    store.set_timeout(TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    join_ranks(f"{folder}.{number}.store", rank, 2)
     job = make_job([[0, 1]], number)
     dist.barrier()
     (folder / f"ready-{number}-{rank}").touch()
@@ -103,11 +99,7 @@ def kill_one_of_two(make_job: MakeJob, folder: Path, turns: Iterable[int]) -> No
         place, victim = folder / str(turn), (index % 2, index // 2 % 2)
         place.mkdir()
         ranks = [(number, rank) for number in (0, 1) for rank in (0, 1)]
-        processes = [
-            forks.Process(target=_rival, args=(make_job, place, *who, victim, turn), daemon=True) for who in ranks
-        ]
-        for process in processes:
-            process.start()
+        processes = start_all(_rival, [(make_job, place, *who, victim, turn) for who in ranks])
         if (won := _winner(place, processes)) is not None:
             winners[place] = won
     run_ranks(_load_all, make_job, winners, world_size=2)
