@@ -116,19 +116,18 @@ def allocate_file(path: Path, size: int) -> None:
 
 
 def transfer(
-    comm: Communicator, sent: Tensor, to: int | None, received: Tensor, source: int | None, pause: Callable[..., object]
-) -> None:
+    comm: Communicator, sent: Tensor, to: int | None, received: Tensor, source: int | None
+) -> Iterator[tuple[float, int]]:
     """Send `sent` to the rank `to` and receive `received` from the rank `source`, in chunks.
 
-    Args:
-        pause: function that is called after each chunk, with the time at which the chunk began and the number of
-            chunks.
+    Yields:
+        After each chunk, the time at which the chunk began, and the number of chunks.
     """
     count = -(-max(sent.numel(), received.numel()) // CHUNK)
     for index in range(count):
         began, chunk = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
         send_recv(comm, sent=sent[chunk], to=to, received=received[chunk], source=source, name="a snapshot").wait()
-        pause(began, count)
+        yield began, count
 
 
 @contextmanager
@@ -365,16 +364,13 @@ class Buddies:
         Args:
             partner: record of the other rank's file; None if this rank receives no file.
         """
-
-        def pause(began: float, count: int) -> None:
-            self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
-
         outgoing = incoming = torch.empty(0, dtype=torch.uint8)
         if self._receiver is not None:
             outgoing = map_file(folder / own.name, own.size)
         if partner is not None:
             incoming = map_file(folder / partner.name, partner.size, writable=True)
-        transfer(self._comm, outgoing, self._receiver, incoming, self._sender, pause)
+        for began, count in transfer(self._comm, outgoing, self._receiver, incoming, self._sender):
+            self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         if partner is not None:
             read_pieces(folder / partner.name, [ByteRange(0, partner.size, None)], partner, ChecksumScheme.best())
 
@@ -481,10 +477,10 @@ class Buddies:
             holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
             num_transfers[holder] += 1
             if comm.rank == holder:
-                transfer(comm, map_file(folder / name, records[name].size), rank, nothing, None, _do_not_pause)
+                list(transfer(comm, map_file(folder / name, records[name].size), rank, nothing, None))
             elif comm.rank == rank:
                 received = map_file(folder / f".{name}", records[name].size, writable=True)
-                transfer(comm, nothing, None, received, holder, _do_not_pause)
+                list(transfer(comm, nothing, None, received, holder))
                 os.rename(folder / f".{name}", folder / name)
         all_gather_text(comm, "")  # barrier: other ranks of this node read the files that this rank has received
 
@@ -499,10 +495,6 @@ class Buddies:
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
         return int(all_gather_text(self._comm, str(saved))[0])
-
-
-def _do_not_pause(began: float, count: int) -> None:
-    """Continue with the next chunk."""
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:

@@ -29,7 +29,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -189,7 +189,9 @@ def publish_folder(partial: Path, path: Path, is_there: Callable[[], bool], *, o
     """
     flush_folder(partial)
     replaced: Path | None = None  # path of the old checkpoint: `partial`, if the two were swapped
-    with _open_folder(partial) as partial_stat:
+    descriptor = os.open(partial, os.O_RDONLY)  # the inode number is not reused while the folder is open
+    try:
+        partial_stat = os.fstat(descriptor)
         if os.path.lexists(path):
             if not overwrite:
                 raise PathTakenError.at(path)
@@ -212,6 +214,8 @@ def publish_folder(partial: Path, path: Path, is_there: Callable[[], bool], *, o
                 "checkpoints of all jobs in a folder. Use a separate folder for each run, on a file system with "
                 "atomic renames"
             )
+    finally:
+        os.close(descriptor)
     try:
         flush_folder(path.parent)
     except OSError as error:  # only warn, because the checkpoint exists
@@ -252,16 +256,6 @@ def _restore_replaced(replaced: Path | None, partial: Path, path: Path, stat: os
                 os.rename(replaced, path)
         elif not (_is_same(path, stat) and _swap_paths(partial, path)):
             hide_folder(partial, "replaced")  # so that discarding the new checkpoint does not remove the old one
-
-
-@contextmanager
-def _open_folder(folder: Path) -> Iterator[os.stat_result]:
-    """Open a folder and yield its stat result. The inode number is not reused while the folder is open."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_same(path: Path, expected_stat: os.stat_result) -> bool:

@@ -37,6 +37,7 @@ from layerzero.extend import LayerZeroState, get_state
 __all__ = ["Resumed", "clear_leftovers", "latest", "load_latest", "next_sequence", "rotate"]
 
 _LOG = logging.getLogger("layerzero")
+_KINDS = {"unknown": UnsupportedFormatError, "damaged": CheckpointError, "gone": FileNotFoundError, "failed": Exception}
 _DEAD_AFTER = 24 * 3600.0  # time in seconds without a write after which a save counts as dead
 
 
@@ -273,13 +274,7 @@ def _try_load(
         raise
     except Exception as error:
         own_error = error
-    kinds = (
-        (UnsupportedFormatError, "unknown"),
-        (CheckpointError, "damaged"),
-        (FileNotFoundError, "gone"),
-        (Exception, "failed"),
-    )
-    own_kind = next(kind for error_type, kind in kinds if isinstance(own_error, error_type))
+    own_kind = next(kind for kind, error_type in _KINDS.items() if isinstance(own_error, error_type))
     # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
     outcomes = [json.loads(text) for text in lz_state.ranks.all_gather_text(json.dumps([own_kind, str(own_error)]))]
     if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
