@@ -11,7 +11,7 @@ go through the trial. Before each step, :func:`with_preparation` works around tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,17 +140,16 @@ def with_preparation(optimizer: Optimizer, take_step: Callable[[], Any]) -> Call
     return prepare_and_step
 
 
-def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
+def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Sequence[Tensor]) -> None:
     """Add missing momentum buffers for the parameters of one kernel launch, unless all of them are missing."""
-    momenta_present = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
-    if not any(momenta_present.values()):
+    missing = [parameter for parameter in launched if "momentum_buffer" not in optimizer.state.get(parameter, {})]
+    if len(missing) == len(launched):
         return
     decayed = not getattr(optimizer, "wd_after_momentum", False)
-    for parameter, has_momentum in momenta_present.items():
-        if not has_momentum:
-            assert parameter.grad is not None
-            momentum = momentum_before_first(group, parameter, parameter.grad, decayed=decayed)
-            optimizer.state[parameter]["momentum_buffer"] = momentum
+    for parameter in missing:
+        assert parameter.grad is not None
+        momentum = momentum_before_first(group, parameter, parameter.grad, decayed=decayed)
+        optimizer.state[parameter]["momentum_buffer"] = momentum
 
 
 def momentum_before_first(

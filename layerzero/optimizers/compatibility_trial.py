@@ -557,7 +557,10 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
         examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
         with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
         for parameter in parameters:
-            _copy_user_attributes(examples.get(_row_ndim(parameter), next(iter(examples.values()))), parameter)
+            example = examples.get(_row_ndim(parameter), next(iter(examples.values())))
+            for name, value in user_attributes(example).items():
+                new_value = _convert_value(value, example, parameter) if isinstance(value, Tensor) else value
+                vars(parameter)[name] = new_value
             if with_state is not None:
                 values = optimizer.state[with_state].items()
                 state[parameter] = {key: _convert_value(value, with_state, parameter) for key, value in values}
@@ -579,11 +582,6 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
         replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
     return optimizer_copy
-
-
-def _copy_user_attributes(old: Tensor, parameter: Tensor) -> None:
-    for name, value in user_attributes(old).items():
-        vars(parameter)[name] = _convert_value(value, old, parameter) if isinstance(value, Tensor) else value
 
 
 def _row_ndim(parameter: Tensor) -> int:

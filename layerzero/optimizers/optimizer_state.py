@@ -22,13 +22,11 @@ __all__ = [
     "IMPLEMENTATION_SETTINGS",
     "Holder",
     "as_one_row",
-    "is_comparable_on_host",
     "load_setting",
-    "settings_differ",
     "shard_state",
     "shorten_names",
+    "to_comparable",
     "to_device_of",
-    "to_float",
     "to_public_value",
     "to_stored_value",
 ]
@@ -82,30 +80,23 @@ IMPLEMENTATION_SETTINGS = (
 )  # group settings that do not change the results
 
 
-def is_comparable_on_host(value: Any) -> bool:
-    """Return whether a group setting can be compared between ranks without a device synchronization."""
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and value.device.type == "cpu"
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(each, Tensor) is False and is_comparable_on_host(each) for each in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+def to_comparable(value: Any) -> Any:
+    """Return a group setting with floats for numbers, for comparison between ranks.
 
-
-def to_float(value: Any) -> Any:
-    """Convert numbers and one-element tensors in a group setting to float, for comparison between ranks."""
+    The result is None if a comparison needs a device synchronization, or if there is none for this type.
+    """
     if isinstance(value, (list, tuple)):
-        return [to_float(each) for each in value]
-    value = value.item() if isinstance(value, Tensor) else value
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        return None if any(isinstance(each, Tensor) for each in value) else list(map(to_comparable, value))
+    if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, (bool, str)):
+        return value
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def shorten_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
-
-
-def settings_differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    return (key in one) != (key in other) or bool(one[key] != other[key])
 
 
 def load_setting(current: Any, saved: Any) -> Any:

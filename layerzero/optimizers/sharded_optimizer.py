@@ -34,8 +34,7 @@ from layerzero.optimizers.compatibility import (
 from layerzero.optimizers.listed_params import ListedParams
 from layerzero.optimizers.optimizer_state import (
     IMPLEMENTATION_SETTINGS,
-    is_comparable_on_host,
-    to_float,
+    to_comparable,
 )
 from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders, placeholder
@@ -239,7 +238,7 @@ class ShardedOptimizer(StateDictMethods):
         names = sorted(set(self.defaults) - set(IMPLEMENTATION_SETTINGS))
         return [
             [("class", type(self.inner).__name__)]
-            + [(name, to_float(group[name])) for name in names if name in group and is_comparable_on_host(group[name])]
+            + [(name, to_comparable(group[name])) for name in names if name in group]
             for group in self.param_groups
         ]
 

@@ -24,7 +24,6 @@ from layerzero.optimizers.optimizer_state import (
     Holder,
     as_one_row,
     load_setting,
-    settings_differ,
     shard_state,
     shorten_names,
     to_device_of,
@@ -345,7 +344,12 @@ class StateDictMethods(Optimizer):
         skipped = {"params", "param_names", *IMPLEMENTATION_SETTINGS}
         settings = [{key: value for key, value in saved.items() if key not in skipped} for saved in matching]
         merged = settings[0] if settings else {}
-        different = {key for each in settings for key in merged | each if settings_differ(merged, each, key)}
+        different = {
+            key
+            for each in settings
+            for key in merged | each
+            if (key in merged) != (key in each) or bool(merged[key] != each[key])
+        }
         if different:
             raise ValueError(
                 f"the parameters {shorten_names(names)} are in one group, but they were saved in groups with "

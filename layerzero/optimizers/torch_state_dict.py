@@ -26,7 +26,7 @@ from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.gradient_reducer import GradientReducer
-from layerzero.optimizers.optimizer_state import Holder, is_comparable_on_host, shorten_names, to_public_value
+from layerzero.optimizers.optimizer_state import Holder, shorten_names, to_comparable, to_public_value
 
 __all__ = [
     "NOT_STEPPED",
@@ -59,8 +59,7 @@ def creates_state_only(optimizer: Optimizer, gradients: GradientReducer, model_r
     All ranks must call this function. See [Note: torch's get_state_dict].
     """
     groups = optimizer.param_groups
-    rates = [group["lr"] for group in groups if "lr" in group]
-    if not all(is_comparable_on_host(rate) and rate == 0 for rate in rates) or optimizer.state:
+    if any(to_comparable(group["lr"]) != 0 for group in groups if "lr" in group) or optimizer.state:
         return False
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(p.grad is None or gradients.is_published(p.grad) for p in parameters):

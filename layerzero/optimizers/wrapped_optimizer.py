@@ -38,13 +38,10 @@ __all__ = [
 ]
 
 
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
+HOOKS = tuple(
+    f"_optimizer_{event}_{moment}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for moment in ("pre", "post")
 )
 _NOT_TABLES = ("params", "param_names", "param_groups", "state", *HOOKS)  # attributes and settings
 _LEVELS_OF_OBJECTS = 4  # depth of nested containers in the attributes of an object
