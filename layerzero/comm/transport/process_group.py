@@ -116,19 +116,22 @@ class GatheredFullBuffer(FullBuffer):
         if self._post_forward_comm is not None and self.has_post_forward_shard:
             return all_gather(self._post_forward_comm, Collective.REGATHER, self.full, self._post_forward, name=name)
         if self._host_shard is None:
-            return self._all_gather(name, after)
+            if self.encoded_bytes:
+                return self._gather_encoded(name)
+            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name, after=after)
         fetch = self._host_shard.start_fetch(self._input)
         if self._comm.size == 1:
             return fetch
         # Unless the shard is encoded first, the computation does not wait for the copy.
         with self._host_shard.on_copy_stream() if self._codec is None else nullcontext():
             fetch.wait()
-            return self._all_gather(name)
+            if self.encoded_bytes:
+                return self._gather_encoded(name)
+            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name)
 
     @torch.no_grad()
-    def _all_gather(self, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingWait:
-        if self._codec is None or not self.encoded_bytes:
-            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name, after=after)
+    def _gather_encoded(self, name: str) -> PendingWait:
+        assert self._codec is not None
         self._pool.allocate(self._encoded.untyped_storage(), self.encoded_bytes)
         rank = self._comm.rank
         own_bytes = self._encoded.chunk(self._comm.size)[rank]
