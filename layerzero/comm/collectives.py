@@ -236,8 +236,9 @@ class LaunchedCollective:
             self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
-        for observer in self.communicator.counters.observers:
-            observer.launched(works)
+        for reference in self.communicator.counters.observers.of_collectives:
+            if (observer := reference()) is not None:
+                observer.launched(works)
         return works
 
     @property
@@ -349,8 +350,9 @@ class PendingCollective:
 
     def _record_wait_end(self) -> None:
         self.launched.communicator.held_group.in_flight.pop(id(self), None)
-        for observer in self.launched.communicator.counters.observers:
-            observer.done(self)
+        for reference in self.launched.communicator.counters.observers.of_collectives:
+            if (observer := reference()) is not None:
+                observer.done(self)
 
 
 @dataclass

@@ -24,9 +24,11 @@ class StepObserver:
     The model refers to its observers. An observer that refers to the model keeps it alive until it is detached.
 
     Attributes:
+        hears_collectives: whether :meth:`launched` and :meth:`done` are called.
         hears_parts: whether :meth:`begun` and :meth:`ended` are called, which takes some microseconds for each unit.
     """
 
+    hears_collectives = True
     hears_parts = False
     attached_to: weakref.ref[Any] | None = None  # state of the model to which the observer is attached
 

@@ -72,7 +72,7 @@ class StepParts:
 
     def end(self, key: object) -> None:
         """End the span of `key` and all open spans inside it."""
-        if any(span.key is key for span in self._open):
+        if self._open and any(span.key is key for span in self._open):
             while self._close() is not key:
                 pass
 

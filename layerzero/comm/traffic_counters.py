@@ -78,6 +78,7 @@ class Observers:
         # Replaced and never changed, because other threads may iterate over it.
         self._observers: tuple[weakref.ref[Any], ...] = ()
         self.hear_parts = False  # True if any of them is told of the parts of a step
+        self.of_collectives: tuple[weakref.ref[Any], ...] = ()  # observers that are told of collectives
 
     def __iter__(self) -> Iterator[Any]:
         for reference in self._observers:
@@ -93,6 +94,7 @@ class Observers:
     def _set(self, observers: Iterable[Any]) -> None:
         self._observers = tuple(weakref.ref(each) for each in observers)
         self.hear_parts = any(each.hears_parts for each in self)
+        self.of_collectives = tuple(weakref.ref(each) for each in self if each.hears_collectives)
 
 
 _SHOWN = 6  # number of gathers before a failure that the error message names

@@ -38,11 +38,13 @@ Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group
 class HyperparameterCheck(StepObserver):
     """Comparison of optimizer settings between all ranks; see [Note: Digest of optimizer settings]."""
 
+    hears_collectives = False
+
     def __init__(self, model_ranks: ModelRanks) -> None:
         self._model_ranks = model_ranks
         # Optimizers that have stepped since the last digest. If none has stepped yet, those in the last digest.
         self._stepped: list[weakref.ref[Any]] = []
-        self._is_told = False
+        self._digested = False
         self._last: list[Settings] = []  # settings of the last digest
         self._last_digest = b""  # digest of `_last`
         self._divisors: dict[str, float] = {}  # divisors of gradients that were set, by name of the unit
@@ -55,9 +57,9 @@ class HyperparameterCheck(StepObserver):
 
     def after_update(self, optimizer: Any) -> None:
         """Record that an optimizer has stepped. Its method `comparable_settings` returns :data:`Settings`."""
-        if self._is_told:
+        if self._digested:
             self._stepped.clear()
-            self._is_told = False
+            self._digested = False
         self._steps += 1
         if not any(stepped() is optimizer for stepped in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
@@ -92,7 +94,7 @@ class HyperparameterCheck(StepObserver):
 
         Return zeros if no optimizer has stepped, or if an optimizer that has stepped was garbage collected.
         """
-        self._is_told = True
+        self._digested = True
         optimizers = [stepped() for stepped in self._stepped]
         if not optimizers or any(optimizer is None for optimizer in optimizers):
             self._last = []

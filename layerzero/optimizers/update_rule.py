@@ -50,6 +50,8 @@ class UpdateRule(StepObserver):
         owned: parameters that an owner updates in full, keyed by the id of the sharded parameter.
     """
 
+    hears_collectives = False
+
     def __init__(self) -> None:
         self.owned: Mapping[int, FullParam] = {}
 

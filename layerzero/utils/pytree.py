@@ -26,14 +26,17 @@ def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, (tuple, list)):
         items = value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # the check of the abstract class is slow
         items = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = (getattr(value, field.name) for field in dataclasses.fields(value))
     elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         items = tuple(vars(value).values()) if _depth < _DEEPEST else ()  # such objects may form cycles
     for item in items:
-        yield from iter_tensors(item, _depth + 1)
+        if isinstance(item, Tensor):
+            yield item
+        else:
+            yield from iter_tensors(item, _depth + 1)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
