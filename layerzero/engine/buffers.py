@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,19 +81,14 @@ def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
         if (module := buffer.module()) is not None:
             dtypes.setdefault(module, {})[buffer.name] = buffer.dtype
     for module, module_dtypes in dtypes.items():
-        module.register_state_dict_post_hook(_CastBack(module_dtypes))  # type: ignore[no-untyped-call]
+        hook = partial(_cast_back, module_dtypes)
+        module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
-class _CastBack:
-    """State-dict post-hook that casts one module's buffers in the state dict to their original dtypes."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for name, dtype in self._dtypes.items():
-            saved = state.get(prefix + name)
-            if isinstance(saved, Tensor) and saved is not module._buffers.get(
-                name
-            ):  # the same object if keep_vars is True
-                state[prefix + name] = saved.to(dtype)
+def _cast_back(
+    dtypes: Mapping[str, torch.dtype], module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for name, dtype in dtypes.items():
+        saved = state.get(prefix + name)
+        if isinstance(saved, Tensor) and saved is not module._buffers.get(name):  # the same object if keep_vars is True
+            state[prefix + name] = saved.to(dtype)
