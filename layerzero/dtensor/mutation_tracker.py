@@ -9,18 +9,27 @@ of the same storage, which are not tracked.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 from layerzero.dtensor.lazy_grad import LazyGrad
 
-__all__ = ["MutationTracker"]
+__all__ = ["MasterState", "MutationTracker"]
+
+
+class MasterState(enum.Enum):
+    """Relation of masters to compute weights. A launched refresh leads to REFRESHED, a step or an edit away from it."""
+
+    REFRESHED = "refreshed"  # compute weights are current, or a refresh in flight makes them current
+    STEPPED = "stepped"  # an optimizer step has changed the masters on all ranks, and its refresh is launched later
+    EDITED = "edited"  # the user has changed the masters since the last step; ranks compare edits before the refresh
 
 
 class MutationTracker:
     """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
 
     def __init__(self) -> None:
-        self.dirty = False
+        self.masters = MasterState.REFRESHED  # if the storage belongs to masters
         self.uninitialized = False  # True if empty_like has created the tensor and nothing has been written to it
         self.write_count = 0  # number of writes; compare two counts to detect a write between them
         self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
@@ -49,8 +58,8 @@ class MutationTracker:
             self.on_read()
 
     def prepare_write(self) -> None:
-        """Call `before_write`, unless a write since the last refresh has already called it."""
-        if not self.dirty and self.before_write is not None:
+        """Call `before_write`, unless a write since the last refresh or step has already called it."""
+        if self.masters is not MasterState.EDITED and self.before_write is not None:
             self.before_write()
 
     def record_write(self) -> None:
@@ -58,4 +67,13 @@ class MutationTracker:
         self.prepare_write()
         self.uninitialized, self.on_read = False, None
         self.write_count += 1
-        self.dirty = True
+        self.masters = MasterState.EDITED
+
+    def record_step(self) -> None:
+        """Record that a step has changed masters, and that its refresh was not launched."""
+        self.masters = MasterState.STEPPED
+
+    def record_refresh(self) -> None:
+        """Record that a refresh of the masters was launched."""
+        self.masters = MasterState.REFRESHED
+        self.loaded_digests.clear()

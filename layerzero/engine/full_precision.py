@@ -45,13 +45,10 @@ class FullPrecision:
             parameter = self._leaves.make(flat_range, original, member.spec.model_parallel, offers_main_grad=False)
             parameter.requires_grad_(False)
             self.parameters[member] = parameter
-        self._first: PendingCollective | None = None  # all-gather along the replica axis
-        self._second: PendingCollective | None = None  # all-gather along the zero3 axis
-        self._version = self._leaves.version
         self.free()
 
     @property
-    def nbytes(self) -> int:
+    def gathered_bytes(self) -> int:
         """Number of bytes currently allocated."""
         return self._full.untyped_storage().nbytes() + self._leaves.nbytes
 
@@ -61,42 +58,32 @@ class FullPrecision:
         return self._leaves.version != self._version
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def gather(self) -> PendingCollective | None:
         """Allocate the full buffer and launch the first all-gather, which writes to the full buffer."""
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
         grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
         zero1_shard = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
         zero1_shard.copy_(self._weights.master)
-        if mesh_info.replicas > 1:
-            zero3, parts = (
-                self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)],
-                grid.replica_part_sizes(layout),
-            )
-            label = self._weights.label
-            self._first = all_gather(
-                mesh_info.replica_comm, Collective.UNSHARD, zero3, zero1_shard, name=label, parts=parts
-            )
-        else:
-            self._gather_zero3()
+        if mesh_info.replicas == 1:
+            return self._gather_zero3()
+        zero3, parts = self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)], grid.replica_part_sizes(layout)
+        label = self._weights.label
+        return all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, zero1_shard, name=label, parts=parts)
 
-    def _gather_zero3(self) -> None:
+    def _gather_zero3(self) -> PendingCollective | None:
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
-        if mesh_info.zero3_size > 1:
-            zero3 = self._full[mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
-            label = self._weights.label
-            self._second = all_gather(mesh_info.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
+        if mesh_info.zero3_size == 1:
+            return None
+        zero3 = self._full[mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
+        label = self._weights.label
+        return all_gather(mesh_info.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
 
     @torch.no_grad()
-    def wait(self) -> None:
-        """Wait for the first all-gather, run the second one, and fill the parameters that have separate memory."""
-        if (first := self._first) is not None:
-            self._first = None
-            first.wait()
-            self._gather_zero3()
-        if (second := self._second) is not None:
-            self._second = None
-            second.wait()
+    def fill(self) -> None:
+        """Run the all-gather along the zero3 axis after that along the replica axis, and fill separate parameters."""
+        if self._weights.mesh_info.replicas > 1 and (pending := self._gather_zero3()) is not None:
+            pending.wait()
         self._leaves.fill(self._storages)
 
     def free(self) -> None:

@@ -69,7 +69,7 @@ class GradientReducer:
         self._handles = tuple(handles)
         self._model_ranks = model_ranks
         self._used_params = UsedParamMap(
-            model_ranks, {m.name: h.comms_to_holding_ranks(model_ranks) for h in handles for m in h.members}
+            model_ranks, {m.name: h.holders(model_ranks).control_comms for h in handles for m in h.members}
         )
         self._used_params.add_names(m.name for h in handles for m in h.members if m.gathered.requires_grad)
         self._order_agreed = False

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerzero.comm.collectives import Communicator
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
-from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
+from layerzero.device.streams import Waitable
+from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
-from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.mutation_tracker import MasterState, MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.row_shard_spec import RowShardSpec
@@ -26,11 +28,26 @@ from layerzero.engine.handle_gradients import HandleGradients, Inspect
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
-from layerzero.engine.weight_storage import GatherState, WeightStorage
+from layerzero.engine.weight_storage import WeightStorage
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["Handle"]
+__all__ = ["GatherState", "Handle"]
+
+
+class GatherState(enum.Enum):
+    """State of a handle's weights, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+_NEXT = {
+    GatherState.SHARDED: GatherState.GATHERING,
+    GatherState.GATHERING: GatherState.GATHERED,
+    GatherState.GATHERED: GatherState.SHARDED,
+}
 
 
 class Handle:
@@ -53,8 +70,10 @@ class Handle:
             full buffer. See [Note: All-gather extensions] in extensions.py.
 
     Attributes:
-        full_precision: full buffer in master dtype inside ``layerzero.full_precision``, otherwise None.
-        refresh_due: True if a step has changed the masters and their refresh has not been launched.
+        weights: master, ZeRO-3 shard, full buffer and gathered parameters.
+        source: object that gathers the parameters that modules use: `weights`, or a :class:`FullPrecision` inside
+            ``layerzero.full_precision``.
+        state: state of the parameters that `source` gathers.
         used_in_context: True if a ``layerzero.gathered`` context has gathered the handle.
     """
 
@@ -78,33 +97,26 @@ class Handle:
         self.reduction_spec = reduction_spec
         self.mesh_info = mesh.mesh_info
         self.tracker = MutationTracker()
-        self.full_precision: FullPrecision | None = None
-        self.refresh_due = False
+        self.state = GatherState.SHARDED
         self.used_in_context = False
+        self._gathering: Waitable | None = None
         self._mesh = mesh
         parameters = [parameter for parameter, _, _ in originals]
         is_trained = any(parameter.requires_grad for parameter in parameters)
         self.weights = WeightStorage(
             layout,
+            parameters,
             precision,
             mesh,
             options,
             label=label,
             updated_on_host=is_trained or precision.master != precision.compute,
             refresher=mesh.refresher if is_trained and precision.casts_to_16_bits else None,
-            has_extension=extension is not None,
+            extension=extension,
         )
-        self.weights.set_values(parameters)
+        self.source: WeightStorage | FullPrecision = self.weights
         if self.weights.refresher is not None:  # a thread may still read the masters
             self.tracker.before_write = self.weights.finish_refresh
-        self._extended: ExtendedGather | None = None
-        if extension is not None:
-            name, shape = layout.slots[0].name, tuple(parameters[0].shape)
-            self._extended = extension(
-                name, shape, self.weights.zero3_shard, self.mesh_info, mesh.pools.full, label=label
-            )
-        self._views = GatheredParams(self.weights.compute)
-        self._gathered_params: GatheredParams | ExtendedGather = self._extended or self._views
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
@@ -113,13 +125,13 @@ class Handle:
         self.grads: GradAttribute | None = None  # exists together with `gradients`
         if self.trainable:
             self._create_gradients()
-        self._version = self._gathered_params.version
-        self._free_full()
+        self.weights.free()
 
     @property
     def extension_memory(self) -> GatheredBytes | None:
         """Memory that the gathered parameter uses if its class has an all-gather extension, otherwise None."""
-        return None if self._extended is None else self._extended.extension_memory
+        extended = self.weights.extended
+        return None if extended is None else extended.extension_memory
 
     @property
     def trainable(self) -> bool:
@@ -130,23 +142,17 @@ class Handle:
         """
         return any(member.gathered.requires_grad for member in self.members)
 
-    def holding_ranks(self, model_ranks: ModelRanks) -> tuple[int, ...]:
-        """Return the ranks that store this handle's parameters or parts of them."""
-        return self.mesh_info.ranks if self._is_rank_local(model_ranks) else model_ranks.ranks
-
-    def comms_to_holding_ranks(self, model_ranks: ModelRanks) -> tuple[Communicator, ...]:
-        """Return the control communicators that connect the ranks in :meth:`holding_ranks`."""
-        return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
-
-    def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
-        return any(member.spec.num_holders < model_ranks.size for member in self.members)
+    def holders(self, model_ranks: ModelRanks) -> ModelRanks | MeshInfo:
+        """Return the ranks that store this handle's parameters or parts of them, with communicators among them."""
+        is_rank_local = any(member.spec.num_holders < model_ranks.size for member in self.members)
+        return self.mesh_info if is_rank_local else model_ranks
 
     @property
     def may_be_updated(self) -> bool:
-        """True if an optimizer step or the user may have changed the masters. The value is the same on all ranks."""
+        """True if an optimizer step or the user may have changed the masters since the last refresh."""
         # A parameter that was frozen after the backward pass still has a gradient, so the optimizer updates it.
         has_grad = any(member.sharded.grad is not None for member in self.members)
-        return self.trainable or self.tracker.dirty or has_grad
+        return self.trainable or self.refresh_due or has_grad
 
     def close(self) -> None:
         """Free all memory except the masters, which store the values of the sharded parameters."""
@@ -183,10 +189,11 @@ class Handle:
     ) -> ManagedParam:
         master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         flat_range, offers_main_grad = slice(slot.offset, slot.end), self.reduction_spec.sends_accumulator
-        if self._extended is not None:
-            leaf, accumulate_grad = self._extended.parameter, self._extended.accumulate_grad_node
+        params = self.weights.params
+        if not isinstance(params, GatheredParams):
+            leaf, accumulate_grad = params.parameter, params.accumulate_grad_node
         else:
-            leaf = self._views.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
+            leaf = params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
@@ -216,29 +223,19 @@ class Handle:
 
     def gather(self) -> None:
         """Launch the gather, unless the handle is already gathered or a gather is in flight."""
-        weights = self.weights
-        if weights.state is not GatherState.SHARDED:
-            return
-        if self.full_precision is not None:
-            self.full_precision.gather()
-            weights.record_gather_launched(None)
-        elif self._extended is not None:
-            weights.finish_refresh()
-            weights.record_gather_launched(self._extended.gather(name=self.label))
-        else:
-            weights.record_gather_launched(weights.launch_gather())
+        if self.state is GatherState.SHARDED:
+            self._gathering = self.source.gather()
+            self._set_state(GatherState.GATHERING)
 
     def wait(self) -> None:
-        """Wait for the gather and fill the gathered parameters."""
-        if self.weights.state is not GatherState.GATHERING:
+        """Wait for the gather, if one is in flight, and fill the gathered parameters."""
+        if self.state is not GatherState.GATHERING:
             return
-        if self.full_precision is not None:
-            self.full_precision.wait()
-        else:
-            self.weights.wait_gather()
-            self.weights.finish_refresh()
-            self._gathered_params.fill(self.weights.pool)
-        self.weights.record_gathered()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise an error
+            gathering.wait()
+        self.source.fill()
+        self._set_state(GatherState.GATHERED)
 
     def reshard(self) -> None:
         """Free the full buffer. The next gather refills the storage of views that autograd has saved.
@@ -246,28 +243,26 @@ class Handle:
         Raises:
             RuntimeError: a parameter was changed in place while it was gathered.
         """
-        self.wait()
-        if self.weights.state is GatherState.SHARDED:
+        if self.state is GatherState.SHARDED:
             return
-        edited = self._gathered_params.version != self._version
-        if self.full_precision is not None:
-            edited = edited or self.full_precision.edited
-            self.full_precision.free()
-        self._version = self._gathered_params.version
-        self._free_full()
-        self.weights.record_sharded()
+        self.wait()
+        edited = self.weights.edited or self.source.edited
+        self.source.free()
+        self._set_state(GatherState.SHARDED)
         if edited:
+            self.weights.free()
             self.weights.buffer.drop_post_forward()
+            is_copy = self.weights.needs_gather or self.weights.extended or self.in_full_precision
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward, a hook, or an "
                 "embedding with max_norm). The change would be lost"
-                + (
-                    ""
-                    if self.weights.needs_gather or self._extended or self.full_precision
-                    else ", or has corrupted the compute weights. Load the weights again"
-                )
+                + ("" if is_copy else ", or has corrupted the compute weights. Load the weights again")
                 + ". Change the sharded parameter between steps instead"
             )
+
+    def _set_state(self, state: GatherState) -> None:
+        assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
+        self.state = state
 
     def set_full_precision(self, enabled: bool) -> None:
         """Set whether later gathers read the masters (`enabled` is True) or the compute weights.
@@ -275,22 +270,23 @@ class Handle:
         This has an effect only if the compute dtype is less precise than the dtype of the masters. The handle must be
         sharded.
         """
-        assert self.weights.state is GatherState.SHARDED
-        compute_is_coarser = (
-            torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
-        )
-        self.full_precision = FullPrecision(self.weights, self.members) if enabled and compute_is_coarser else None
+        assert self.state is GatherState.SHARDED
+        compute, master = self.precision.compute, self.precision.master
+        compute_is_coarser = torch.promote_types(compute, master) != compute
+        gathers = FullPrecision(self.weights, self.members) if enabled and compute_is_coarser else None
+        self.source = gathers or self.weights
         for member in self.members:
-            member.evaluated = None if self.full_precision is None else self.full_precision.parameters[member]
+            member.shown = member.gathered if gathers is None else gathers.parameters[member]
+
+    @property
+    def in_full_precision(self) -> bool:
+        """True inside ``layerzero.full_precision``, if the compute weights are less precise than the masters."""
+        return self.source is not self.weights
 
     @property
     def evaluated_dtype(self) -> torch.dtype:
         """Dtype of the parameters inside ``layerzero.full_precision``."""
-        return self.precision.compute if self.full_precision is None else self.precision.master
-
-    def _free_full(self) -> None:
-        self._gathered_params.free(self.weights.pool)
-        self.weights.free_full()
+        return self.precision.master if self.in_full_precision else self.precision.compute
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
@@ -298,7 +294,7 @@ class Handle:
 
         These allocations exist while the unit computes.
         """
-        return (self.weights.buffer.full_bytes, *self._gathered_params.sizes)
+        return (self.weights.buffer.full_bytes, *self.weights.params.sizes)
 
     @property
     def gathered_bytes(self) -> int:
@@ -306,8 +302,8 @@ class Handle:
 
         The number includes encoded shards, the post-forward shard, and the copies of parameters with custom strides.
         """
-        evaluated = 0 if self.full_precision is None else self.full_precision.nbytes
-        return self.weights.buffer.nbytes + self._gathered_params.nbytes + evaluated
+        evaluated = self.source.gathered_bytes if self.in_full_precision else 0
+        return self.weights.gathered_bytes + evaluated
 
     # Refresh
 
@@ -319,6 +315,16 @@ class Handle:
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
+    @property
+    def refresh_due(self) -> bool:
+        """True if the masters have changed and their refresh has not been launched."""
+        return self.tracker.masters is not MasterState.REFRESHED
+
+    @property
+    def edited(self) -> bool:
+        """True if the user has changed the masters since the last step and refresh."""
+        return self.tracker.masters is MasterState.EDITED
+
     def launch_refresh(self, *, outside_step: bool) -> None:
         """Launch the refresh, which copies the masters to the compute weights of all replicas.
 
@@ -327,29 +333,30 @@ class Handle:
                 weights instead of differences, and the errors of encoded gradients are dropped. A write to the masters
                 by the user has the same effect.
         """
-        outside_step = outside_step or self.tracker.dirty
-        if outside_step and self.gradients is not None:
+        assert self.state is GatherState.SHARDED
+        if outside_step or self.edited:
+            self._drop_differences()
+        self.weights.launch_refresh()
+        self.tracker.record_refresh()
+        self.weights.invalidate_graphs()
+
+    def defer_refresh(self) -> None:
+        """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs fail."""
+        if self.edited:
+            self._drop_differences()
+        self.tracker.record_step()
+        self.weights.invalidate_graphs()
+
+    def _drop_differences(self) -> None:
+        """Let the next refresh send weights instead of differences, and drop the errors of encoded gradients."""
+        self.weights.refresh_in_full = True
+        if self.gradients is not None:
             self.gradients.clear_residual()
-        self.weights.launch_refresh(in_full=outside_step)
-        self.tracker.dirty = False
-        self.tracker.loaded_digests.clear()
-        self.refresh_due = False
-        self._invalidate_old_graphs()
 
     @property
     def weights_version(self) -> int:
         """Number that increases whenever the compute weights may have changed."""
-        return self._gathered_params.version
-
-    def bump_version(self) -> None:
-        """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs fail."""
-        self.refresh_due = True
-        self._invalidate_old_graphs()
-
-    def _invalidate_old_graphs(self) -> None:
-        self.weights.buffer.drop_post_forward()  # it contains the old weights
-        self._gathered_params.bump_version()
-        self._version = self._gathered_params.version
+        return self.weights.params.version
 
     # Gradients
 

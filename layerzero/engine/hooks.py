@@ -5,7 +5,7 @@ them.
 
 [Note: Closed models]
 ``layerzero.close`` clears the attributes of the state, because a sharded optimizer, an EMA or the graph of a loss may
-still refer to the state. The module hooks are replaced by hooks that raise an error saying that the model was closed.
+still refer to the state. The module hooks then raise an error saying that the model was closed.
 Every other use of the state raises the same error. The parameters keep this rank's rows. The rows of other ranks can no
 longer be gathered.
 """
@@ -36,11 +36,12 @@ from layerzero.engine.call_context import explain_dtype_error
 from layerzero.engine.gathered_params import MainGradParameter
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.scheduler import Scheduler
+from layerzero.engine.param_view import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
+    "close_hooks",
     "forward_hooks",
     "get_state",
     "get_states",
@@ -48,10 +49,10 @@ __all__ = [
     "managed_params_in",
     "owning_units",
     "register_hooks",
-    "remove_hooks",
 ]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 
@@ -77,36 +78,23 @@ def register_hooks(lz_state: LayerZeroState) -> None:
                     member.gathered.offer_main_grad(_main_grad(lz_state, handle, slot))
 
 
-def remove_hooks(model: nn.Module) -> None:
-    """Replace the module hooks of a closed model with hooks that raise an error; see [Note: Closed models]."""
+def close_hooks(model: nn.Module) -> None:
+    """Make the module hooks of a closed model raise an error; see [Note: Closed models]."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Hook):
-                    hooks[key] = (
-                        _ClosedPreForwardHook() if isinstance(hook, _PreForwardHook) else _ClosedPostForwardHook()
-                    )
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if isinstance(hook, _Hook):
+                hook.close()
 
 
 def is_closed(model: nn.Module) -> bool:
     """Return whether `layerzero.close` has closed `model`, or the model that contains `model` as a unit."""
-    return any(isinstance(hook, _ClosedPreForwardHook) for hook in model._forward_pre_hooks.values())
+    return any(isinstance(hook, _Hook) and hook.closed for hook in model._forward_pre_hooks.values())
 
 
 def require_not_closed(module: nn.Module) -> None:
     """Raise RuntimeError if `module`, or a module inside it, is a closed model or a unit of one."""
     if any(is_closed(each) for each in module.modules()):
         raise RuntimeError(CLOSED)
-
-
-class _ClosedPreForwardHook:
-    def __call__(self, *_: object) -> NoReturn:
-        raise RuntimeError(CLOSED)
-
-
-class _ClosedPostForwardHook:
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return output
 
 
 def _load_state_dict_pre_hook(
@@ -147,9 +135,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
             "Pass the model itself, as shard_model returned it"
         )
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _ClosedPreForwardHook):
-            raise RuntimeError(CLOSED)
-        if isinstance(hook, _PreForwardHook):
+        if isinstance(hook, _PreForwardHook) and not hook.closed:
             if not hook.is_on_root:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.lz_state
@@ -230,7 +216,7 @@ def forward_hooks(module: nn.Module) -> tuple[_PreForwardHook, _PostForwardHook]
     """
     before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _PreForwardHook)), None)
     after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _PostForwardHook)), None)
-    if before is None or after is None:
+    if before is None or after is None or before.closed:
         require_not_closed(module)
         raise ValueError(
             f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of a "
@@ -315,6 +301,12 @@ class _Hook:
         self.unit = unit
         self._weak = weakref.ref(lz_state)
         self._kept = lz_state if unit is lz_state.units[0] else None  # see [Note: References between model and state]
+        self.closed = False
+
+    def close(self) -> None:
+        """Drop the references to the model's state. Every later call of the module raises an error."""
+        self.closed, self._kept = True, None
+        del self.unit
 
     @property
     def is_on_root(self) -> bool:
@@ -324,6 +316,8 @@ class _Hook:
     @property
     def lz_state(self) -> LayerZeroState:
         lz_state = self._weak()
+        if self.closed:
+            raise RuntimeError(CLOSED)
         if lz_state is None:
             raise RuntimeError(
                 f"unit {self.unit.name!r} is a part of a sharded model that was garbage collected. Keep a reference to "
@@ -355,17 +349,26 @@ def _outside_selective_checkpoints() -> AbstractContextManager[Any]:
     """
     if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
         return _disable_current_modes()
-    return nullcontext()
+    return _NO_CONTEXT
 
 
-def _pre_forward(scheduler: Scheduler, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _pre_forward(lz_state: LayerZeroState, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     with _outside_selective_checkpoints():
-        return scheduler.pre_forward(unit, args, kwargs)
+        views = lz_state.status.active_views
+        if ParamView.UNSHARDED in views:
+            require_no_grad(unit.label)
+            require_unsharded(unit, lz_state.status.unsharded)
+            return unit.cast_inputs(args, kwargs, unsharded=True)
+        if ParamView.FULL_PRECISION in views:
+            require_no_grad(unit.label, ParamView.FULL_PRECISION)
+        return lz_state.scheduler.pre_forward(unit, args, kwargs)
 
 
-def _post_forward(scheduler: Scheduler, unit: Unit, output: Any) -> Any:
+def _post_forward(lz_state: LayerZeroState, unit: Unit, output: Any) -> Any:
     with _outside_selective_checkpoints():
-        return scheduler.post_forward(unit, output)
+        if ParamView.UNSHARDED in lz_state.status.active_views:
+            return unit.cast_output(output, unsharded=True)
+        return lz_state.scheduler.post_forward(unit, output)
 
 
 # torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
@@ -377,7 +380,7 @@ class _PreForwardHook(_Hook):
         self._run = torch.compiler.disable(_pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = self._run(self.lz_state.scheduler, self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.lz_state, self.unit, args, kwargs)
         return changed
 
 
@@ -387,8 +390,9 @@ class _PostForwardHook(_Hook):
         self._run = torch.compiler.disable(_post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if (lz_state := self._weak()) is None or lz_state.closed:  # the pre-hook has raised
+        lz_state = self._weak()
+        if self.closed or lz_state is None or lz_state.closed:  # the pre-hook has raised
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
-        return self._run(lz_state.scheduler, self.unit, output)
+        return self._run(lz_state, self.unit, output)

@@ -33,11 +33,12 @@ class ManagedParam:
     shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
     original_id: int  # id of the parameter that `sharded` has replaced, for tables that are keyed by id
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
-    evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
+    shown: nn.Parameter = field(init=False)  # parameter that modules use in passes: `gathered`, or in full precision
     # `master` as the parameter that optimizers step. It has the attributes of `sharded`, also those that are set later.
     master_param: nn.Parameter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shown = self.gathered
         self.master_param = nn.Parameter(self.master, requires_grad=self.sharded.requires_grad)
         self.master_param.__dict__ = self.sharded.__dict__
 
@@ -57,7 +58,7 @@ class ManagedParam:
 
     def close(self) -> None:
         """Drop the gathered parameter, which a reference to the sharded parameter would otherwise keep alive."""
-        self.gathered = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.gathered = self.shown = nn.Parameter(torch.empty(0), requires_grad=False)
         del self.accumulate_grad
         assert isinstance(self.sharded, RowShardedTensor)
         self.sharded.gathered = self.sharded.grad = None

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.step_parts import StepParts
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"]
+__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
@@ -180,10 +179,10 @@ class ForwardPass:
 
 
 class GatheredUse:
-    """One use of weights in :func:`layerzero.gathered`, outside of the forward passes of their units.
+    """One use of weights in :func:`layerzero.gathered` or a weight stream, outside of the units' forward passes.
 
     Args:
-        units: units that are gathered for the use.
+        units: units that are gathered for the use. A weight stream reads all weights and gathers no units.
         forward: latest forward pass, which determines the position of the use in the order of calls. Its graph may be
             freed before the use. None: the use records no gradients, or no such pass exists.
     """
@@ -208,27 +207,21 @@ class GatheredUse:
         return ", ".join(unit.label for unit in self.units)
 
     @property
-    def reason_not_writable(self) -> str:
-        """Phrase for messages that states why weights must not change, and what to do."""
-        return (
-            f"inside layerzero.gathered, because the context shows the current weights of {self.label}. Leave the "
-            "context first"
-        )
-
-
-class StreamUse(GatheredUse):
-    """Use of all weights by a weight stream. Until it ends, no pass may begin and no weights may change."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__((), None)
+    def is_stream(self) -> bool:
+        """True if a weight stream reads all weights. Until it ends, no pass may begin."""
+        return not self.units
 
     @property
     def reason_not_writable(self) -> str:
+        """Phrase for messages that states why weights must not change, and what to do."""
+        if self.is_stream:
+            return (
+                "while a generator from layerzero.stream_weights or WeightSender.packets is active, because it reads "
+                "the current weights. Exhaust or close the generator first"
+            )
         return (
-            "while a generator from layerzero.stream_weights or WeightSender.packets is active, because it reads the "
-            "current weights. Exhaust or close the generator first"
+            f"inside layerzero.gathered, because the context shows the current weights of {self.label}. Leave the "
+            "context first"
         )
 
 
@@ -239,7 +232,6 @@ class BackwardPass:
         requires_gradient_sync: True if the pass reduces gradients over all ranks: outside no_sync and with
             `requires_all_reduce`.
         task: id of the autograd graph task of this pass.
-        parts: spans of the parts of the step, or None if nothing hears of them.
         nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
         completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
         gathered_calls: calls whose units have been gathered for this pass.
@@ -248,10 +240,9 @@ class BackwardPass:
         uses: active uses of weights that were gathered outside of forward passes.
     """
 
-    def __init__(self, *, reduces: bool, task: int, parts: StepParts | None) -> None:
+    def __init__(self, *, reduces: bool, task: int) -> None:
         self.requires_gradient_sync = reduces
         self.task = task
-        self.parts = parts
         self.nested: dict[int, list[UnitCall]] = {}
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()

@@ -61,15 +61,14 @@ from layerzero.device.buffer_pools import max_gathered_bytes
 from layerzero.engine.call_context import in_backward, is_called, is_recursive_call, require_no_transform
 from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
-from layerzero.engine.handle import Handle
+from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus
-from layerzero.engine.param_view import ParamView, require_no_grad, require_unsharded
-from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, StreamUse, UnitCall
+from layerzero.engine.param_view import ParamView, require_no_grad
+from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, make_gather_order_checks
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import iter_tensors, map_tensors
 
 __all__ = ["Scheduler"]
@@ -147,7 +146,7 @@ class Scheduler(Closable):
         """Apply the units' settings for resharding and explicit prefetching."""
         self.staying = {unit for unit in self._units if not unit.reshard_after_forward}
         root, on_device = self._units[0], device_module(self._mesh_info.device) is not None
-        if on_device and not root.is_told:
+        if on_device and not root.reshard_is_explicit:
             self.staying.add(root)
         self._last_unit_stays = on_device and len(self._orders) == 1
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
@@ -161,9 +160,6 @@ class Scheduler(Closable):
         self.prepare_gathers()
         self._gather(unit)
         self._ahead.add(unit)
-
-    def wait_unsharded(self, unit: Unit) -> None:
-        self._wait(unit)
 
     def reshard(self, unit: Unit) -> None:
         """Free the gathered weights of a unit.
@@ -185,12 +181,6 @@ class Scheduler(Closable):
     # Forward
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if ParamView.UNSHARDED in self.status.active_views:
-            require_no_grad(unit.label)
-            require_unsharded(unit, self.status.unsharded)
-            return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
-        if ParamView.FULL_PRECISION in self.status.active_views:
-            require_no_grad(unit.label, ParamView.FULL_PRECISION)
         interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
         if self._forward is None or interrupted:
             self.recover_interrupted_pass()
@@ -208,9 +198,9 @@ class Scheduler(Closable):
             for next_unit in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(next_unit)
                 self._gather(next_unit)
-        self._wait(unit)
+        self.wait(unit)
         unit.show_gathered()
-        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._full_precision_dtypes(unit))
+        args, kwargs = unit.cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
         self._parts.begin("forward", unit.label, call)
@@ -219,32 +209,31 @@ class Scheduler(Closable):
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
         """Finish the forward pass of a unit. `output` is None if the forward pass raised."""
-        if ParamView.UNSHARDED in self.status.active_views:
-            return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # pre_forward raised before it appended the call
             return output
         self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
-        if self._is_idle(unit):
+        forward, is_idle, awaits_backward = self._forward, self._is_idle(unit), False
+        stays = torch.is_grad_enabled() and self._stays_gathered(unit)
+        if is_idle:
             unit.show_sharded()
-        output = unit.cast_output(output, computes_in=self._full_precision_dtypes(unit))
-        if not (torch.is_grad_enabled() and self._stays_gathered(unit)):
+        output = unit.cast_output(output)
+        if not stays:
             output = unit.copy_aliases(output)
-        awaits_backward = False
         if torch.is_grad_enabled():
             output, awaits_backward = self._hook_outputs(call, output)
-        if self._forward is not None and awaits_backward:
-            call.record_return(self._forward)
-            unit.keep_post_forward(self._forward)
-        if not (awaits_backward and self._stays_gathered(unit)) and not in_backward() and self._is_idle(unit):
-            if self._forward is not None and self._forward.next_units(1, unit.mesh_info) == [unit]:
-                self._forward.still_gathered[unit.mesh_info] = unit
+        if forward is not None and awaits_backward:
+            call.record_return(forward)
+            unit.keep_post_forward(forward)
+        if is_idle and not in_backward() and not (awaits_backward and stays):
+            if forward is not None and forward.next_units(1, unit.mesh_info) == [unit]:
+                forward.still_gathered[unit.mesh_info] = unit
             else:
                 unit.reshard()
-        if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
-            self._end_forward(self._forward, awaits_backward=awaits_backward)
+        if forward is not None and forward.entry_unit is unit and not self._is_running(unit):
+            self._end_forward(forward, awaits_backward=awaits_backward)
         return output
 
     def _stays_gathered(self, unit: Unit) -> bool:
@@ -252,13 +241,9 @@ class Scheduler(Closable):
         if unit in self.staying:
             return True
         # A unit that is called directly is the last one of its own forward pass.
-        may_stay = self._last_unit_stays and unit.reshard_after_forward is True and not unit.is_told
+        may_stay = self._last_unit_stays and unit.reshard_after_forward is True and not unit.reshard_is_explicit
         forward = self._forward if may_stay else None
         return forward is not None and forward.entry_unit is self._units[0] and forward.is_expected_last(unit)
-
-    def _full_precision_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
-        """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""
-        return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
         """Return whether a forward pass of the unit is in progress."""
@@ -398,7 +383,7 @@ class Scheduler(Closable):
             for unit in units:
                 self._gather(unit)
             for unit in units:
-                self._wait(unit)
+                self.wait(unit)
                 unit.show_gathered()
                 for handle in unit.handles:
                     handle.used_in_context = True
@@ -426,7 +411,7 @@ class Scheduler(Closable):
     @contextmanager
     def streaming(self) -> Iterator[None]:
         """Context manager for a weight stream. Inside it, changes of weights and new passes raise an error."""
-        use = StreamUse()
+        use = GatheredUse((), None)
         self._uses.append(use)
         try:
             yield
@@ -434,7 +419,7 @@ class Scheduler(Closable):
             self._uses.remove(use)
 
     def _require_no_stream(self, operation: str) -> None:
-        if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
+        if stream := next((use for use in self._uses if use.is_stream), None):
             raise RuntimeError(f"{operation} is not possible {stream.reason_not_writable}")
 
     def _saved_tensors_hooks(self, use: GatheredUse) -> saved_tensors_hooks:
@@ -474,7 +459,7 @@ class Scheduler(Closable):
         for unit in use.units:
             self._gather(unit)
         for unit in use.units:
-            self._wait(unit)
+            self.wait(unit)
             unit.show_gathered()
 
     def _end_uses_after(self, backward: BackwardPass, call: UnitCall) -> None:
@@ -488,19 +473,19 @@ class Scheduler(Closable):
     # Gather
 
     def _gather(self, unit: Unit) -> None:
-        sharded_handles = [handle for handle in unit.handles if handle.weights.state is GatherState.SHARDED]
-        if any(handle.full_precision is not None for handle in sharded_handles):
+        sharded_handles = [handle for handle in unit.handles if handle.state is GatherState.SHARDED]
+        if any(handle.in_full_precision for handle in sharded_handles):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
-        if any(handle.weights.needs_gather and handle.full_precision is None for handle in sharded_handles):
+        if any(handle.weights.needs_gather and not handle.in_full_precision for handle in sharded_handles):
             self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
-        if sharded_handles:
-            unit.gather()
+        for handle in sharded_handles:
+            handle.gather()
 
-    def _wait(self, unit: Unit) -> None:
+    def wait(self, unit: Unit) -> None:
+        """Wait for the gather of a unit, if one is in flight."""
         try:
             for handle in unit.handles:
-                if handle.weights.state is GatherState.GATHERING:
-                    handle.wait()
+                handle.wait()
         except CollectiveError as error:
             raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__
 
@@ -511,8 +496,7 @@ class Scheduler(Closable):
         backward = self._enter_backward(f"unit {unit.name!r}")
         if call in backward.ended_calls:  # an output of the call is one of its inputs, which earlier calls use, too
             return
-        if backward.parts is not None:
-            backward.parts.reach(call, call.callers)
+        self._parts.reach(call, call.callers)
         backward.active_calls[call] = None
         self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
@@ -531,10 +515,9 @@ class Scheduler(Closable):
         later_calls = backward.active_calls_after(call)
         if not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
-        self._wait(unit)
+        self.wait(unit)
         unit.show_gathered()
-        if backward.parts is not None:
-            backward.parts.begin("backward", unit.label, call)
+        self._parts.begin("backward", unit.label, call)
         for later_call in later_calls:  # all of their nodes have run
             same_mesh = later_call.unit.mesh_info is call.unit.mesh_info and not later_call.unit.is_common
             self.post_backward(later_call, None, reduces=call.unit.is_common or same_mesh)
@@ -604,8 +587,7 @@ class Scheduler(Closable):
                 return
             backward.ended_calls.add(call)
             backward.active_calls.pop(call, None)
-            if backward.parts is not None:
-                backward.parts.end(call)
+            self._parts.end(call)
             if reduces and call.forward_pass and call.unit.is_called_alike and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True, is_common=call.unit.is_common)
         earlier_calls = call.preceding_calls(
@@ -639,7 +621,7 @@ class Scheduler(Closable):
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
         backward = self._enter_backward(handle.members[slot].name)
-        if handle.weights.state is not GatherState.GATHERED:
+        if handle.state is not GatherState.GATHERED:
             backward.require_unit_reached(handle, slot)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
@@ -680,7 +662,7 @@ class Scheduler(Closable):
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
                     "of its forward are not gathered. Run the backward before or after the context"
                 )
-            if edited := [handle.name for handle in self._handles if handle.tracker.dirty]:
+            if edited := [handle.name for handle in self._handles if handle.edited]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "the old values. Change parameters after the backward"
@@ -690,8 +672,7 @@ class Scheduler(Closable):
             self._gradients.begin(reduces=reduces)
             if self.no_sync_hint.listens:
                 self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-            task, parts = torch._C._current_graph_task_id(), self._parts if self._parts.are_heard else None
-            self._backward = BackwardPass(reduces=reduces, task=task, parts=parts)
+            self._backward = BackwardPass(reduces=reduces, task=torch._C._current_graph_task_id())
             torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
         return self._backward
 
@@ -736,8 +717,8 @@ class Scheduler(Closable):
         for unit in self._units:
             unit.release(())
         with torch.inference_mode(False), torch.no_grad():  # so that the new tensors have version counters
-            for handle in self._handles:
-                handle.set_full_precision(enabled)
+            for unit in self._units:
+                unit.set_full_precision(enabled)
 
     def _release_all(self) -> None:
         self._parts.end_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,20 @@ from layerzero.comm.traffic_counters import GATHERS, gather_name
 from layerzero.device.buffer_pools import UnitFootprint
 from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.gather_order import GatherOrderCheck
-from layerzero.engine.handle import Handle
+from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.resources import MeshResources
-from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
 
 __all__ = ["Unit", "make_gather_order_checks"]
+
+
+class Casts(NamedTuple):
+    """Dtypes to which floating-point inputs and outputs of a forward pass are cast, or None if they are not."""
+
+    inputs: torch.dtype | None
+    output: torch.dtype | None
 
 
 class Unit:
@@ -65,12 +71,14 @@ class Unit:
         self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
         # True if set_reshard_after_forward was called. On a device, the root and the unit that is
         # called last follow the setting only in this case.
-        self.is_told = False
+        self.reshard_is_explicit = False
         self.needs_gather = any(handle.weights.needs_gather for handle in handles)
         self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard
-        self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
-        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.param_dtype = policy.param_dtype
+        self._policy_casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
+        self._casts = self._policy_casts
+        self._unsharded_casts = self._casts_in({handle.precision.master for handle in handles})
         self._places = [
             (parameters, attribute, member) for member in self.members() for parameters, attribute in member.module_refs
         ]
@@ -93,7 +101,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        return any(handle.weights.state is not GatherState.SHARDED for handle in self.handles)
+        return any(handle.state is not GatherState.SHARDED for handle in self.handles)
 
     @property
     def has_post_forward_shard(self) -> bool:
@@ -107,11 +115,6 @@ class Unit:
         gathered += sum(buffer.encoded_bytes for buffer in buffers)
         reshards = self.reshard_after_forward and self.reshard_after_backward
         return UnitFootprint(gathered, reshards, self.mesh_info, sum(buffer.post_forward_bytes for buffer in buffers))
-
-    def gather(self) -> None:
-        """Launch the gathers of handles that are sharded and have no in-flight gather."""
-        for handle in self.handles:
-            handle.gather()
 
     def keep_post_forward(self, forward: object) -> None:
         """Keep a post-forward shard for the backward pass of `forward`, if the unit uses post-forward shards.
@@ -134,7 +137,7 @@ class Unit:
         Raises:
             RuntimeError: such a tensor is in a container that cannot be rebuilt.
         """
-        freed = self._freed_storages()
+        freed = self._freed_storages
         if not freed or not any(_storage_key(tensor) in freed for tensor in iter_tensors(output)):
             return output
         output = map_tensors(output, lambda tensor: tensor.clone() if _storage_key(tensor) in freed else tensor)
@@ -145,18 +148,12 @@ class Unit:
             )
         return output
 
-    def _freed_storages(self) -> frozenset[int | None]:
-        """Return the keys of the storages that resharding frees."""
-        if any(handle.full_precision is not None or handle.extension_memory is not None for handle in self.handles):
-            used = (member.gathered if member.evaluated is None else member.evaluated for member in self.members())
-            return frozenset(map(_storage_key, used)) - {None}
-        return self._usual_freed_storages
-
     @cached_property
-    def _usual_freed_storages(self) -> frozenset[int | None]:
+    def _freed_storages(self) -> frozenset[int | None]:
+        """Keys of the storages that resharding frees."""
         keys: set[int | None] = set()
         for handle in self.handles:
-            keys.update(_storage_key(member.gathered) for member in handle.members)
+            keys.update(_storage_key(member.shown) for member in handle.members)
             if not handle.weights.needs_gather:
                 keys.discard(_storage_key(handle.weights.compute))
         return frozenset(keys) - {None}
@@ -167,36 +164,44 @@ class Unit:
             if handle.gradients is not None and handle.trainable:
                 handle.gradients.prefetch()
 
-    @property
-    def master_dtypes(self) -> set[torch.dtype]:
-        return {handle.precision.master for handle in self.handles}
+    def set_full_precision(self, enabled: bool) -> None:
+        """Set whether later forward passes compute with gathered masters (`enabled` is True) or with compute weights.
 
-    @property
-    def evaluated_dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the parameters inside ``layerzero.full_precision``."""
-        return {handle.evaluated_dtype for handle in self.handles}
+        The unit must be sharded.
+        """
+        for handle in self.handles:
+            handle.set_full_precision(enabled)
+        self.__dict__.pop("_freed_storages", None)
+        dtypes = {handle.evaluated_dtype for handle in self.handles}
+        self._casts = self._casts_in(dtypes) if enabled else self._policy_casts
 
-    def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
+    def _casts_in(self, dtypes: set[torch.dtype]) -> Casts:
+        """Return the casts of a forward pass whose parameters have `dtypes` instead of the compute dtype.
+
+        Outputs are not cast to a dtype that is narrower than these.
+        """
+        inputs, output = self._policy_casts
+        if inputs is not None:
+            inputs = next(iter(dtypes)) if len(dtypes) == 1 else None
+        if output is not None and any(
+            torch.promote_types(output, each) != output for each in dtypes or {torch.float32}
+        ):
+            output = None
+        return Casts(inputs, output)
+
+    def cast_inputs(self, args: Any, kwargs: Any, *, unsharded: bool = False) -> tuple[Any, Any]:
         """Cast the inputs of a forward pass to the dtype of the parameters, if the policy requires it.
 
         Args:
-            computes_in: dtypes of the parameters if the forward pass does not use the compute weights, otherwise None.
+            unsharded: True if the forward pass uses unsharded parameters, which have the dtypes of the masters.
         """
-        dtype = self._input_dtype
-        if computes_in is not None and dtype is not None:
-            dtype = next(iter(computes_in)) if len(computes_in) == 1 else None
+        dtype = (self._unsharded_casts if unsharded else self._casts).inputs
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
-    def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
-        """Cast the output of a forward pass to the policy's dtype, unless it is narrower than a dtype in `computes_in`.
-
-        See :meth:`cast_inputs` for `computes_in`.
-        """
-        dtype = self._output_dtype
-        computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
-        if dtype is None or any(torch.promote_types(dtype, each) != dtype for each in computes_in or ()):
-            return output
-        return cast_floating(output, dtype)
+    def cast_output(self, output: Any, *, unsharded: bool = False) -> Any:
+        """Cast the output of a forward pass to the policy's dtype, unless the parameters have a wider one."""
+        dtype = (self._unsharded_casts if unsharded else self._casts).output
+        return output if dtype is None else cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
         """Install the sharded parameters in the modules and free the full buffer and the post-forward shard.
@@ -223,13 +228,9 @@ class Unit:
     def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:
             current = parameters.get(attribute)
-            if (
-                current is not member.sharded
-                and current is not member.gathered
-                and (current is None or current is not member.evaluated)
-            ):
+            if current is not member.sharded and current is not member.shown and current is not member.gathered:
                 raise replaced_param_error(member)
-            parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated
+            parameters[attribute] = member.shown
 
     def show_sharded(self) -> None:
         for parameters, attribute, member in self._places:

@@ -37,7 +37,7 @@ class WeightRefresher:
         transports: transports of all meshes of the model.
 
     Attributes:
-        deferred: True if steps do not launch refreshes because a pipeline schedule calls :meth:`launch_deferred`.
+        deferred: True if steps do not launch refreshes because a pipeline schedule calls :meth:`launch_due`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WeightRefresher:
                 handle.weights.finish_refresh()  # an in-flight refresh may read the masters
             if read_by_peers:
                 handle.tracker.prepare_write()
-        updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
+        updated = [handle for handle in self._handles if handle.may_be_updated]
         later, done = self.deferred or self._steps < self._expected_steps, False
         refresh = None if later else self._new_round(updated, outside_step=False)
         try:
@@ -129,51 +129,40 @@ class WeightRefresher:
                 refresh.end()
             else:
                 for handle in updated:
-                    handle.bump_version()
+                    handle.defer_refresh()
 
     def _new_round(self, handles: Sequence[Handle], *, outside_step: bool) -> RefreshRound:
         waits, observers = not self._precedes_forward, self._model_ranks.mesh_info.counters.observers
         return RefreshRound(handles, self._transports, observers, waits=waits, outside_step=outside_step)
 
-    def launch_deferred(self) -> None:
-        """Launch the refreshes that steps have deferred."""
-        self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
-
-    def refresh_edited(self) -> None:
-        """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
-        edited = [handle for handle in self._handles if handle.tracker.dirty]
+    def launch_due(self) -> None:
+        """Launch the refreshes of masters that steps or the user have changed. Raise if the user's changes differ."""
+        edited = [handle for handle in self._handles if handle.edited]
         if edited:
             self._require_equal_edits("refresh of parameters that were changed outside optimizer.step()", edited)
-            self.launch(edited)
+        self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
 
     def pre_forward(self) -> None:
         """Launch all pending refreshes before a forward pass."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
-        self.launch_deferred()
         if self._precedes_forward:
-            edited = [handle for handle in self._handles if handle.tracker.dirty]
+            edited = [handle for handle in self._handles if handle.edited]
             self._require_equal_edits("first forward, in which ranks compare changes of parameters", edited)
-            self.launch(edited)
+            self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
             self._precedes_forward = False
             for handle in self._handles:
                 handle.guard_master_writes()
-        self.refresh_edited()
+        else:
+            self.launch_due()
 
     def _require_equal_edits(self, subject: str, edited: Sequence[Handle]) -> None:
         groups: dict[str, dict[str, object]] = {}
         for handle in edited:
-            holders, handle_ranks = (
-                f"{handle.holding_ranks(self._model_ranks)}",
-                f"handles of {handle.mesh_info.ranks}",
-            )
-            fields = groups.setdefault(holders, {})
-            fields |= {
-                f"digest of the full tensor for {name!r}": loaded_digest
-                for name, loaded_digest in handle.tracker.loaded_digests.items()
-            }
-            groups.setdefault(handle_ranks, {})[
-                f"{handle.members[0].name!r} and the other parameters of its handle"
-            ] = "changed"
+            fields = groups.setdefault(f"{handle.holders(self._model_ranks).ranks}", {})
+            for name, loaded_digest in handle.tracker.loaded_digests.items():
+                fields[f"digest of the full tensor for {name!r}"] = loaded_digest
+            its_parameters = f"{handle.members[0].name!r} and the other parameters of its handle"
+            groups.setdefault(f"handles of {handle.mesh_info.ranks}", {})[its_parameters] = "changed"
         # A unit may have different numbers of handles on model-parallel ranks, so list each handle name only once.
         changed = list(dict.fromkeys(handle.name for handle in edited))
         require_equal(subject, {"changed": changed}, ranks=self._model_ranks.ranks, groups=groups, advice=_ALL_ALIKE)

@@ -18,7 +18,6 @@ bumped, so that autograd rejects older graphs.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -31,40 +30,29 @@ from layerzero.comm.transport.base import FullBuffer, GatherOptions
 from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
+from layerzero.dtensor.gather_extension import ExtendedGather, GatherExtension
+from layerzero.engine.gathered_params import GatheredParams
 from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
 
-__all__ = ["GatherState", "WeightStorage"]
-
-
-class GatherState(enum.Enum):
-    """State of a full buffer, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-
-
-_NEXT = {
-    GatherState.SHARDED: GatherState.GATHERING,
-    GatherState.GATHERING: GatherState.GATHERED,
-    GatherState.GATHERED: GatherState.SHARDED,
-}
+__all__ = ["WeightStorage"]
 
 
 class WeightStorage:
-    """Master, ZeRO-3 shard and full buffer of one handle.
+    """Master, ZeRO-3 shard and full buffer of one handle, and the gathered parameters that are views of the buffer.
 
     Args:
         layout: positions of the parameters in the flat order.
+        parameters: full parameters, one per slot. The constructor copies this rank's rows.
         precision: dtypes of masters and compute weights.
         mesh: transport and pools.
         options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         label: name of the unit, for traces.
         updated_on_host: True if the master is stored in host memory when the optimizer is offloaded.
         refresher: object that encodes refreshes, or None. It requires weights and masters in host memory.
-        has_extension: True if an all-gather extension gathers the shard. The handle then has no full buffer.
+        extension: all-gather extension of the only parameter in `layout`, which gathers the shard, or None. With an
+            extension, there is no full buffer.
 
     Attributes:
         master: ZeRO-1 shard, 1-D [L].
@@ -72,7 +60,8 @@ class WeightStorage:
         compute: alias of the full buffer, 1-D [G]; see [Note: Version counters].
         to_host: object that copies the master if the optimizer runs on the host, or None; see gradient_storage.py.
         host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. If it is None, the shard is on the device.
-        state: state of the full buffer.
+        extended: gathers of the parameter through its all-gather extension, or None.
+        params: gathered parameters.
         refresh_in_full: True if the next refresh must not be sent as differences.
         last_change: last change of each compute weight, 1-D [G / S], int16, from which `refresher` predicts the next
             change; None if it predicts nothing. See [Note: Lossless differences] in slow_links/lossless_differences.py.
@@ -81,6 +70,7 @@ class WeightStorage:
     def __init__(
         self,
         layout: FlatLayout,
+        parameters: Sequence[Tensor],
         precision: Precision,
         mesh: MeshResources,
         options: GatherOptions,
@@ -88,17 +78,15 @@ class WeightStorage:
         label: str,
         updated_on_host: bool,
         refresher: EncodedRefresher | None,
-        has_extension: bool,
+        extension: GatherExtension | None,
     ) -> None:
         self.layout = layout
         self.precision = precision
         self.mesh_info = mesh.mesh_info
         self.pool = mesh.pools.full
-        self.state = GatherState.SHARDED
         self.to_host = mesh.pools.to_host if updated_on_host else None
         self.host_shard: HostShard | None = None
         self.label = label
-        self._gathering: Waitable | None = None
         self.refresher = refresher
         self.refresh_in_full = True
         self._refreshing: PendingRefresh | None = None
@@ -109,7 +97,7 @@ class WeightStorage:
         if copies is not None and not mesh.transport.traits.shares_memory:
             self.host_shard = HostShard(numel, dtype, copies, mesh.pools.scratch)
         self.buffer: FullBuffer
-        if has_extension:
+        if extension is not None:
             shard = torch.zeros(numel, dtype=dtype, device=self.mesh_info.device)
             self.buffer = FullBuffer(shard, shard)
         else:
@@ -119,6 +107,13 @@ class WeightStorage:
         self.last_change = torch.zeros(numel, dtype=torch.int16, device=self.mesh_info.device) if predicts else None
         self.master = self._new_master()
         self.compute = self.buffer.full.data
+        self._set_values(parameters)
+        self.extended: ExtendedGather | None = None
+        if extension is not None:
+            name, shape = layout.slots[0].name, tuple(parameters[0].shape)
+            self.extended = extension(name, shape, self.zero3_shard, self.mesh_info, self.pool, label=label)
+        self.params: GatheredParams | ExtendedGather = self.extended or GatheredParams(self.compute)
+        self._version = self.params.version
 
     # Memory
 
@@ -170,8 +165,7 @@ class WeightStorage:
         return torch.zeros(numel, dtype=self.precision.master, device=self.mesh_info.device)
 
     @torch.no_grad()
-    def set_values(self, parameters: Sequence[Tensor]) -> None:
-        """Copy this rank's rows from the full `parameters`, one per slot, and publish the ZeRO-3 shard."""
+    def _set_values(self, parameters: Sequence[Tensor]) -> None:
         grid, layout = self.mesh_info.grid, self.layout
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             values = parameter.detach().contiguous().view(-1)
@@ -242,42 +236,45 @@ class WeightStorage:
 
     # Gather and reshard
 
-    def launch_gather(self) -> Waitable | None:
+    def gather(self) -> Waitable | None:
         """Launch the gather of the full buffer. Return it, or None if there is nothing to wait for."""
         if self.buffer.gather_waits_for_refresh:
             refreshing = self._refreshing
             assert refreshing is None or isinstance(refreshing, PendingCollective)  # devices encode no refreshes
             return self.buffer.gather(name=self.label, after=refreshing)
+        if self.extended is not None:
+            self.finish_refresh()
+            return self.extended.gather(name=self.label)
         if self.needs_gather:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)
 
-    def record_gather_launched(self, pending: Waitable | None) -> None:
-        """Record that the gather `pending` was launched. None means that there is nothing to wait for."""
-        self._set_state(GatherState.GATHERING)
-        self._gathering = pending
+    def fill(self) -> None:
+        """Fill the gathered parameters after the wait for the gather."""
+        self.finish_refresh()
+        self.params.fill(self.pool)
 
-    def wait_gather(self) -> None:
-        """Wait for the gather, if one is in flight. The gather state does not change before :meth:`record_gathered`."""
-        if self._gathering is not None:
-            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise an error
-            gathering.wait()
+    @property
+    def edited(self) -> bool:
+        """True if a gathered parameter was changed in place since the last call to :meth:`free`."""
+        return self.params.version != self._version
 
-    def record_gathered(self) -> None:
-        """Record that the gathered parameters contain the gathered values."""
-        self._set_state(GatherState.GATHERED)
-
-    def record_sharded(self) -> None:
-        """Record that the unit no longer uses the gathered parameters and that their memory was freed."""
-        self._set_state(GatherState.SHARDED)
-
-    def free_full(self) -> None:
+    def free(self) -> None:
         """Free the full buffer. The next gather refills the storage of views that autograd has saved."""
+        self._version = self.params.version
+        self.params.free(self.pool)
         self.buffer.free()
 
-    def _set_state(self, state: GatherState) -> None:
-        assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
-        self.state = state
+    @property
+    def gathered_bytes(self) -> int:
+        """Number of bytes currently allocated for gathered weights."""
+        return self.buffer.nbytes + self.params.nbytes
+
+    def invalidate_graphs(self) -> None:
+        """Make backward passes of graphs that have saved gathered parameters fail, because the weights change."""
+        self.buffer.drop_post_forward()  # it contains the old weights
+        self.params.bump_version()
+        self._version = self.params.version
 
     # Refresh
 
@@ -287,16 +284,11 @@ class WeightStorage:
         return self._refreshing is not None and not self._refreshing.done()
 
     @torch.no_grad()
-    def launch_refresh(self, *, in_full: bool) -> None:
-        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts.
-
-        Args:
-            in_full: if True, send the weights even if refreshes are encoded as differences.
-        """
-        assert self.state is GatherState.SHARDED
+    def launch_refresh(self) -> None:
+        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""
         self.finish_refresh()
         if self.refresher is not None:
-            self._launch_encoded(self.refresher, in_full=in_full)
+            self._launch_encoded(self.refresher)
             return
         zero3, own_part = self.zero3_shard, self._own_part
         if self.host_shard is not None:
@@ -322,7 +314,7 @@ class WeightStorage:
             self.host_shard.store(zero3)
         self.buffer.publish(self._refreshing)
 
-    def _launch_encoded(self, refresher: EncodedRefresher, *, in_full: bool) -> None:
+    def _launch_encoded(self, refresher: EncodedRefresher) -> None:
         sizes = self.mesh_info.grid.replica_part_sizes(self.layout)
         self._encoded_refreshes += 1
         self._refreshing = refresher.launch(
@@ -331,7 +323,7 @@ class WeightStorage:
                 self.zero3_shard,
                 list(sizes or (len(self._own_part),) * self.mesh_info.replicas),
                 self.master,
-                in_full=in_full or self.refresh_in_full,
+                in_full=self.refresh_in_full,
                 compares=self._encoded_refreshes % COMPARE_EVERY == 0,
                 last_change=self.last_change,
             )

@@ -88,8 +88,7 @@ class ShardedChunk(nn.Module):
         The method launches the refreshes that the optimizer's step deferred, and refreshes of masters to which the user
         has written.
         """
-        get_state(self).refreshes.launch_deferred()
-        get_state(self).refreshes.refresh_edited()
+        get_state(self).refreshes.launch_due()
 
     def broadcast_params(self) -> None:
         """Do nothing, because :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""

@@ -174,8 +174,7 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
         for (mesh_info, axis), positions in new_owner_groups.items()
     }
     if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
-        lz_state.refreshes.launch_deferred()
-        lz_state.refreshes.refresh_edited()
+        lz_state.refreshes.launch_due()
     for handle in moved_handles:
         handle.change_layout(plan[handle])
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):

@@ -137,7 +137,7 @@ def compare_copies(lz_state: LayerZeroState, own: Sequence[Corruption], sound: M
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for position, handle in enumerate(handles[index] for index in indices):
-            if _must_equal_master(handle) and not _has_unrefreshed_masters(handle):
+            if _must_equal_master(handle) and not handle.refresh_due:
                 flags[position] |= (as_integers(_cast_master(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
@@ -163,22 +163,13 @@ def _must_equal_master(handle: Handle) -> bool:
     return handle.weights.equals_cast_master and not handle.weights.shares_master
 
 
-def _has_unrefreshed_masters(handle: Handle) -> bool:
-    """Return whether the masters of a handle have changed since the last refresh."""
-    return handle.refresh_due or handle.tracker.dirty
-
-
 def _sum_zero3_shard(handle: Handle) -> Tensor:
     """Return the 64-bit sum of the bits of a handle's ZeRO-3 shard as a 0-dim int64 tensor.
 
     The result is 0 if the shard shares memory with the masters, and the masters have changed since the last refresh.
     """
     sum_of_bits = sum64(handle.weights.read_zero3())
-    return (
-        torch.zeros_like(sum_of_bits)
-        if handle.weights.shares_master and _has_unrefreshed_masters(handle)
-        else sum_of_bits
-    )
+    return torch.zeros_like(sum_of_bits) if handle.weights.shares_master and handle.refresh_due else sum_of_bits
 
 
 def _own_part(handle: Handle) -> Tensor:

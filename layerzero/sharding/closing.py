@@ -7,7 +7,7 @@ from torch import nn
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import drop_released_groups
 from layerzero.engine.call_context import in_backward
-from layerzero.engine.hooks import get_state, is_closed, remove_hooks
+from layerzero.engine.hooks import close_hooks, get_state, is_closed
 
 __all__ = ["close"]
 
@@ -61,7 +61,7 @@ def close(model: nn.Module) -> None:
     if failure is not None:
         raise failure
     model_ranks = lz_state.ranks
-    remove_hooks(model)
+    close_hooks(model)
     if not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)
     lz_state.close()

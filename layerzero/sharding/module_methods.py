@@ -219,7 +219,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the weights are gathered. The unit's forward also waits for the gather."""
         if (lz_state := self._weak_state()) is not None and (unit := self._unit()) is not None:
-            lz_state.scheduler.wait_unsharded(unit)
+            lz_state.scheduler.wait(unit)
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
@@ -277,7 +277,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
         )
     lz_state, units = _units_of(module, recurse=recurse)
     for unit in units:
-        unit.reshard_after_forward, unit.is_told = reshard_after_forward, True
+        unit.reshard_after_forward, unit.reshard_is_explicit = reshard_after_forward, True
     lz_state.scheduler.apply_unit_settings()
 
 

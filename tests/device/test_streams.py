@@ -34,9 +34,9 @@ from layerzero.comm.collectives import (
 )
 from layerzero.device import buffer_pools
 from layerzero.device.streams import DeviceStreams
+from layerzero.engine.handle import GatherState
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
-from layerzero.engine.weight_storage import GatherState
 from layerzero.extend import StepObserver, attach
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.launches import three_steps
@@ -521,11 +521,11 @@ def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
         integer_loss(model, integer_batch(rank=rank)).backward()
         optimizer.step()
         model.units[0].unshard(async_op=True)
-        weights = [handle.weights for handle in get_state(model).handles]
-        used = {each.zero3_shard.data_ptr() for each in weights}
-        used |= {each.full_buffer.data_ptr() for each in weights if each.state is GatherState.GATHERING}
-        assert len(used) == len(weights) + 1
-        del model, optimizer, weights
+        handles = get_state(model).handles
+        used = {each.weights.zero3_shard.data_ptr() for each in handles}
+        used |= {each.weights.full_buffer.data_ptr() for each in handles if each.state is GatherState.GATHERING}
+        assert len(used) == len(handles) + 1
+        del model, optimizer, handles
         gc.collect()
         assert used <= {tensor.data_ptr() for tensor in device.kept}, "a gather and refreshes may still use the memory"
 

@@ -22,9 +22,8 @@ from layerzero import Offload, PrecisionPolicy
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBufferPool, Size
 from layerzero.engine import reduction_queue
-from layerzero.engine.handle import Handle
+from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.hooks import get_state
-from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
@@ -374,7 +373,7 @@ def _addresses(rank: int) -> None:
     seen: list[list[int]] = []  # by pass: address of each unit in order of gathering, forward and then backward
 
     def wait(handle: Handle) -> None:
-        comes = handle.weights.state is GatherState.GATHERING
+        comes = handle.state is GatherState.GATHERING
         whole(handle)
         if comes and handle.label != "the root":
             seen[-1].append(handle.weights.full_buffer.data_ptr())
