@@ -105,7 +105,8 @@ class _BodyOfTest:
 def on_ranks(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a function of a rank and of other arguments, so that it is a test with these other arguments.
 
-    The test calls the function on all ranks. See :func:`run_ranks` for the settings.
+    The test calls the function on all ranks. See :func:`run_ranks` for the settings. Arguments `shared_memory` and
+    `world_size` of the test are settings, too.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
@@ -113,7 +114,8 @@ def on_ranks(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., No
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            run_ranks(_BodyOfTest(body), *(arguments[each.name] for each in parameters), **settings)
+            more = {name: arguments[name] for name in ("shared_memory", "world_size") if name in arguments}
+            run_ranks(_BodyOfTest(body), *(arguments[each.name] for each in parameters), **settings | more)
 
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return test
