@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.comm.process_groups import drop_idle_groups
+from layerzero.engine.handle import GatherState
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import ForwardPass, UnitCall
-from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -61,7 +61,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
+from tests.support.ranks import BOTH, mesh_of, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -193,6 +193,7 @@ CASES: dict[str, Case] = {
     "forward without a backward": Case(blocks, partial(run_script, script="F0 F1 B1")),
     "unit called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
     "unit called twice in flight": Case(lambda: blocks(order=(0, 0, 1, 1)), IN_FLIGHT),
+    "unit called three times in checkpoints": Case(lambda: blocks(order=(0, 1, 0, 2, 0), reentrant=True)),
     "nested units": Case(lambda: Chain(Chain(Block()), Block(), Chain(Block()))),
     "nested units in flight": Case(lambda: Chain(Chain(Block()), Chain(Block()), order=(0, 1, 0)), IN_FLIGHT),
     "root without parameters": Case(lambda: blocks(own=False)),
@@ -314,7 +315,10 @@ def _fail(place: str, *, backward: bool, micro_batches: int) -> Callable[[nn.Mod
     return disturb
 
 
-def _disturb(rank: int) -> None:
+@pytest.mark.sample(1)
+@BOTH
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_evaluation_and_failures_between_the_steps_change_no_bit(rank: int, shared_memory: str | None) -> None:
     disturbances = {"evaluation": _evaluate}
     for place in ("units.0.linear", "units.2.linear", "units.1", ""):
         for backward in (False, True):
@@ -327,12 +331,6 @@ def _disturb(rank: int) -> None:
             some = [names[first + 3 * ((turn + step) % 3)] for step in range(3)]
             parameters, _ = _train(rank, disturb=[disturbances[name] for name in some], **settings)
             assert not different(parameters, expected), (some, settings)
-
-
-@pytest.mark.sample(1)
-@BOTH
-def test_evaluation_and_failures_between_the_steps_change_no_bit(shared_memory: str) -> None:
-    run_ranks(_disturb, world_size=WORLD, pg_timeout=20, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=WORLD, shared_memory="off")
@@ -360,7 +358,7 @@ def test_a_backward_holds_few_units_also_under_checkpoints(rank: int) -> None:
         gathered: list[int] = []
 
         def watch(gradient: Tensor, model: nn.Module = model, gathered: list[int] = gathered) -> None:
-            states = [handle.weights.state for handle in get_state(model).handles]
+            states = [handle.state for handle in get_state(model).handles]
             gathered.append(sum(state is not GatherState.SHARDED for state in states))
 
         def attach(module: nn.Module, args: Any, output: Tensor, watch: Callable[[Tensor], None] = watch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +34,13 @@ from tests.support.graphs import (
     freeze,
     join,
     loss_of,
+    message_of,
     one_pass,
     sgd,
     shard,
 )
 from tests.support.models import full_gradients, integer_net
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 FP64 = torch.float64
 
@@ -76,69 +77,42 @@ def test_ranks_may_use_different_outputs_of_a_unit_with_units_inside(rank: int) 
         compare(rank, "outputs by rank", Case(lambda: Pair(Block()), _use_outputs_by_rank), **settings)
 
 
-def _message(call: Any) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
-            call()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def _swap_on_rank_1(rank: int) -> str:
+@on_ranks(world_size=2, pg_timeout=2, shared_memory="off")
+def test_a_rank_that_did_as_always_is_told_that_another_did_not(rank: int) -> None:
     model = shard(blocks(3))
     for step in range(2):
         one_pass(model, rank, step)
     if rank == 1:
         model.order = (1, 0, 2)
-    return _message(lambda: one_pass(model, rank, 2))
+    message = message_of(lambda: one_pass(model, rank, 2))
+    assert "different orders" in message and "'units.1'" in message, message
 
 
-def test_a_rank_that_did_as_always_is_told_that_another_did_not() -> None:
-    for message in run_ranks(_swap_on_rank_1, world_size=2, pg_timeout=2, shared_memory="off"):
-        assert "different orders" in message and "'units.1'" in message, message
-
-
-def _leave_after_a_new_order(rank: int) -> str:
+@on_ranks(world_size=2, pg_timeout=2, shared_memory="off")
+def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failure(rank: int) -> None:
     model = shard(blocks(3))
     for step in range(4):
         model.order = (0, 1, 2) if step < 2 else (1, 0, 2)  # on all ranks: unexpected, but no difference
         one_pass(model, rank, step)
-    return "left" if rank == 1 else _message(lambda: one_pass(model, rank, 4))
+    if rank == 0:
+        message = message_of(lambda: one_pass(model, rank, 4))
+        assert message != "nothing was raised" and "different orders" not in message, message
 
 
-def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failure() -> None:
-    message, left = run_ranks(_leave_after_a_new_order, world_size=2, pg_timeout=2, shared_memory="off")
-    assert left == "left" and message != "nothing was raised" and "different orders" not in message, message
-
-
-def _repeat_for_long(rank: int) -> int:
+@on_ranks(world_size=2)
+def test_a_loop_stays_predicted_however_long_it_runs(rank: int) -> None:
     comm = Communicator.over("control", "control", dist.group.WORLD, TrafficCounters(), "cpu")
     order = GatherOrderCheck(["a", "b", "c"], [comm], range(comm.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
-    return comm.counters.calls["gather_order"]
+    assert comm.counters.calls["gather_order"] <= 15
 
 
-def test_a_loop_stays_predicted_however_long_it_runs() -> None:
-    assert all(compared <= 15 for compared in run_ranks(_repeat_for_long, world_size=2))
+# --- gathered memory ---
 
 
 def _whole_bytes(model: nn.Module) -> int:
     return layerzero.memory(model).measured["full_buffer"]
-
-
-def _leave_out_a_unit(rank: int) -> int:
-    model = shard(blocks(3), prefetch=1)
-    one_pass(model, rank, 0)
-    model.order = (0, 2)
-    model(batch(rank, 1).requires_grad_())
-    return _whole_bytes(model)
-
-
-def test_a_unit_gathered_ahead_and_not_called_is_freed_by_the_end_of_the_forward() -> None:
-    assert run_ranks(_leave_out_a_unit, world_size=WORLD) == [0] * WORLD
 
 
 class Ending(nn.Module):
@@ -156,53 +130,40 @@ class Ending(nn.Module):
         return out.detach()
 
 
-def _end_without_gradient(rank: int, end: str) -> int:
-    model = shard(Ending(end), reshard_after_forward=False)
-    with contextlib.suppress(LookupError):
-        model(batch(rank, 0))
-    return _whole_bytes(model)
-
-
-@pytest.mark.parametrize("end", ["raises", "detaches"])
-def test_full_buffers_for_a_backward_that_cannot_come_are_freed(end: str) -> None:
-    assert run_ranks(_end_without_gradient, end, world_size=WORLD) == [0] * WORLD
-
-
-def _evaluate(rank: int) -> int:
+@on_ranks(world_size=WORLD)
+def test_full_buffers_that_no_call_and_no_backward_can_need_are_freed(rank: int) -> None:
+    model = shard(blocks(3), prefetch=1)
+    one_pass(model, rank, 0)
+    model.order = (0, 2)
+    model(batch(rank, 1).requires_grad_())
+    assert _whole_bytes(model) == 0, "a unit gathered ahead and not called"
+    for end in ("raises", "detaches"):
+        model = shard(Ending(end), reshard_after_forward=False)
+        with contextlib.suppress(LookupError):
+            model(batch(rank, 0))
+        assert _whole_bytes(model) == 0, end
     model = shard(blocks(5, own=False), reshard_after_forward=False, prefetch=0)
-    lz_state, whole = get_state(model), []
+    units, gathered = get_state(model).units, []
     for unit in model.units:
-        unit.linear.register_forward_hook(lambda *_: whole.append(sum(u.gathered for u in lz_state.units)))
+        unit.linear.register_forward_hook(lambda *_: gathered.append(sum(each.gathered for each in units)))
     with torch.no_grad():
         model(batch(rank, 0))
-    return max(whole)
+    assert max(gathered) <= 2, "in an evaluation, one unit and the root, which has no parameters"
 
 
-def test_evaluation_frees_each_unit_even_where_training_keeps_them() -> None:
-    """Count the root as gathered while it runs; it has no parameters here."""
-    assert max(run_ranks(_evaluate, world_size=WORLD)) <= 2
-
-
-def _look_at_hop1(rank: int) -> dict[str, int]:
-    calls = {}
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other(rank: int) -> None:
+    calls: list[int] = []
     for frozen in ((), ("units.2.linear.bias",)):
         model = freeze(shard(blocks(), prefetch=0), *frozen)
         for step in range(2):
             layerzero.traffic(model, reset=True)
             output = model.units[0](batch(rank, step).requires_grad_())
             output.register_hook(
-                lambda gradient, model=model, frozen=frozen: calls.update(
-                    {str(frozen): layerzero.traffic(model).calls.get("hop1", 0)}
-                )
+                lambda gradient, model=model: calls.append(layerzero.traffic(model).calls.get("hop1", 0))
             )
             loss_of(model.units[2](model.units[1](output))).backward()
-    return calls
-
-
-def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other() -> None:
-    for calls in run_ranks(_look_at_hop1, world_size=WORLD, shared_memory="off"):
-        first, second = calls.values()
-        assert first == second > 0, calls
+    assert calls[1] == calls[3] > 0, calls
 
 
 @on_ranks(world_size=WORLD)
@@ -243,27 +204,16 @@ class Turned(nn.Module):
         return F.linear(x, self.turned)
 
 
-def _outlive_a_step(rank: int, unit: type[nn.Module], size: int) -> str:
-    model = shard(Chain(unit(), own=False), size)
-    optimizer = layerzero.shard_optimizer(sgd(model), model)
-    loss = loss_of(model(batch(rank, 0).requires_grad_()))
-    one_pass(model, rank, 1)
-    optimizer.step()
-    return _message(loss.backward)
-
-
-@pytest.mark.parametrize("size", [1, SIZE])
-@pytest.mark.parametrize("unit", [Block, Turned])
-def test_a_graph_that_outlived_a_step_is_refused(unit: type[nn.Module], size: int) -> None:
-    for message in run_ranks(_outlive_a_step, unit, size, world_size=WORLD, pg_timeout=5):
-        assert "modified by an inplace operation" in message, message
-
-
-@on_ranks(world_size=WORLD)
-def test_gradients_that_come_in_portions_after_their_unit_was_reduced_are_all_reduced(rank: int) -> None:
-    """Compare training with reentrant activation checkpointing, whose nested backward yields separate gradients."""
-    for settings in (*MODES, {"size": 1}, {"size": 4}):
-        compare(rank, "portions", Case(lambda: blocks(order=(0, 1, 0, 2, 0), reentrant=True)), **settings)
+@on_ranks(world_size=WORLD, pg_timeout=5)
+def test_a_graph_that_outlived_a_step_is_refused(rank: int) -> None:
+    for unit, size in itertools.product((Block, Turned), (1, SIZE)):
+        model = shard(Chain(unit(), own=False), size)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        loss = loss_of(model(batch(rank, 0).requires_grad_()))
+        one_pass(model, rank, 1)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @on_ranks(world_size=WORLD)
@@ -299,8 +249,8 @@ def _blow(gradient: Tensor) -> None:
     raise LookupError("blown")
 
 
-def _count_after_a_failure(rank: int) -> list[tuple[int, int]]:
-    calls = []
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_backward_that_failed_leaves_nothing_whole_and_starts_no_reduction_of_the_next(rank: int) -> None:
     for accumulation in ("sharded", "full", "local"):
         model = shard(blocks(2), units=None, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -312,41 +262,18 @@ def _count_after_a_failure(rank: int) -> list[tuple[int, int]]:
                     one_pass(model, rank, 0)
                 handle.remove()
                 optimizer.zero_grad()
+                assert _whole_bytes(model) == 0 and all(isinstance(p, DTensor) for p in model.parameters())
             model.order = (1, 0)  # those of the second block arrive last
             layerzero.traffic(model, reset=True)
             one_pass(model, rank, 1)
             sent = layerzero.traffic(model).calls
-            calls.append((sent["hop1"], sent["hop2"]))
+            assert (sent["hop1"], sent["hop2"]) == (1, 1), (accumulation, fails)
             optimizer.zero_grad()
-    return calls
 
 
-def test_what_arrived_in_a_backward_that_failed_starts_no_reduction_of_the_next() -> None:
-    for calls in run_ranks(_count_after_a_failure, world_size=WORLD, shared_memory="off"):
-        assert calls == [(1, 1)] * 6, calls
-
-
-def _look_after_a_failure(rank: int) -> list[int]:
-    model = shard(blocks(3))
-    optimizer = layerzero.shard_optimizer(sgd(model), model)
-    handle = model.units[1].linear.weight.register_hook(_blow)
-    with pytest.raises(LookupError):
-        one_pass(model, rank, 0)
-    handle.remove()
-    optimizer.zero_grad()
-    whole = [_whole_bytes(model)]
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    with torch.no_grad():
-        model(batch(rank, 0))
-    return [*whole, _whole_bytes(model)]
-
-
-def test_after_a_backward_that_failed_nothing_stays_whole() -> None:
-    assert run_ranks(_look_after_a_failure, world_size=WORLD) == [[0, 0]] * WORLD
-
-
-def _look_into_units(rank: int) -> list[str]:
-    """Return why torch.compile did not compile a unit's full call as one graph."""
+@on_ranks(world_size=2)
+def test_torch_compile_does_not_look_into_the_schedule(rank: int) -> None:
+    """Assert why torch.compile did not compile a unit's full call as one graph."""
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():
@@ -358,22 +285,13 @@ def _look_into_units(rank: int) -> list[str]:
             one_pass(model, rank, step)
         torch._dynamo.reset()
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
-    return list(counters["graph_break"])
+    reasons = list(counters["graph_break"])
+    assert reasons and all("torch.compiler.disable" in reason for reason in reasons), reasons
 
 
-def test_torch_compile_does_not_look_into_the_schedule() -> None:
-    for reasons in run_ranks(_look_into_units, world_size=2):
-        assert reasons and all("torch.compiler.disable" in reason for reason in reasons), reasons
-
-
-def _add_after_sharding(rank: int) -> str:
+@on_ranks(world_size=2)
+def test_a_module_added_after_sharding_is_no_part_of_the_model(rank: int) -> None:
     model = shard(blocks(1))
     model.late = nn.Linear(2, 2)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"\[2, 2\].*before shard_model"):
         layerzero.shard_optimizer(sgd(model), model)
-    return str(caught.value)
-
-
-def test_a_module_added_after_sharding_is_no_part_of_the_model() -> None:
-    for message in run_ranks(_add_after_sharding, world_size=2):
-        assert "[2, 2]" in message and "before shard_model" in message

@@ -16,7 +16,7 @@ from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
-from tests.support.ranks import BOTH_SHARED_SLOW, on_ranks, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, on_ranks
 
 WORLD = 4
 
@@ -50,7 +50,12 @@ def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any
     return {name: weakref.ref(each) for name, each in (kept | tensors).items()}
 
 
-def _forget(rank: int) -> None:
+@pytest.mark.slow
+@BOTH_SHARED_SLOW
+@on_ranks(world_size=WORLD)
+def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(
+    rank: int, shared_memory: str | None
+) -> None:
     nested = Chain(Chain(Block(), Block()), Block())
     cases: list[tuple[str, Callable[[], nn.Module], Any, dict[str, Any]]] = [
         ("first", blocks, one_pass, {}),  # torch imports a module and keeps the frames of the caller
@@ -73,12 +78,6 @@ def _forget(rank: int) -> None:
             assert name == "first" or not alive, f"{name}: {alive}"
         finally:
             gc.enable()
-
-
-@pytest.mark.slow
-@BOTH_SHARED_SLOW
-def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(shared_memory: str | None) -> None:
-    run_ranks(_forget, world_size=WORLD, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=2)

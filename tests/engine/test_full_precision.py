@@ -15,7 +15,7 @@ import layerzero
 from layerzero import Codecs, PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
-from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, on_ranks, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,12 @@ def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
     return loss.detach()
 
 
-def _evaluate(rank: int, stride: int) -> None:
+@every_nth_setting(4)
+@BOTH_SHARED_EXHAUSTIVE
+@on_ranks(world_size=WORLD, timeout=240)
+def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(
+    rank: int, shared_memory: str | None, stride: int
+) -> None:
     for settings in SETTINGS[::stride]:
         torch.manual_seed(0)
         plain = Net()
@@ -114,15 +119,10 @@ def _evaluate(rank: int, stride: int) -> None:
             assert torch.equal(ours, theirs), settings
 
 
-@every_nth_setting(4)
-@BOTH_SHARED_EXHAUSTIVE
-def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(
-    shared_memory: str | None, stride: int
-) -> None:
-    run_ranks(_evaluate, stride, world_size=WORLD, shared_memory=shared_memory, timeout=240)
-
-
-def _count(rank: int) -> None:
+@pytest.mark.sample(1)
+@BOTH
+@on_ranks(world_size=WORLD)
+def test_units_are_gathered_one_by_one_and_counted(rank: int, shared_memory: str | None) -> None:
     width, layers = 64, 6
     for size in (1, 2, 4):
         for prefetch in (0, 1, 2):
@@ -148,12 +148,6 @@ def _count(rank: int) -> None:
             assert {axis: traffic.bytes_by_axis.get(axis, 0) for axis in sent} == {
                 k: layers * v for k, v in sent.items()
             }
-
-
-@pytest.mark.sample(1)
-@BOTH
-def test_units_are_gathered_one_by_one_and_counted(shared_memory: str | None) -> None:
-    run_ranks(_count, world_size=WORLD, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=WORLD)
@@ -193,14 +187,13 @@ class _Failing(nn.Module):
         return self.linear(x)
 
 
+def _failing(zero3_size: int) -> nn.Module:
+    return _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=zero3_size, units={_Failing}, mp_policy=LOW)
+
+
 @on_ranks(world_size=WORLD)
 def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> None:
-    model = _shard(
-        nn.Sequential(_Failing(), _Failing()),
-        zero3_size=2,
-        units={_Failing},
-        mp_policy=LOW,
-    )
+    model = _failing(zero3_size=2)
     x = torch.ones(1, 4)
     loss = model(x).sum()
     context = layerzero.full_precision(model)
@@ -264,45 +257,27 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
         model(x)
 
 
-def _gathered_on_one_rank(rank: int) -> str:
-    model = _shard(
-        nn.Sequential(_Failing(), _Failing()),
-        zero3_size=1,
-        units={_Failing},
-        mp_policy=LOW,
-    )
+@on_ranks(world_size=2, pg_timeout=10)
+def test_a_rank_inside_gathered_refuses_it_on_all_ranks(rank: int) -> None:
+    model = _failing(zero3_size=1)
     with torch.no_grad():
         model(torch.ones(1, 4))
+    text = r"layerzero\.full_precision is not possible inside layerzero\.gathered"
     with ExitStack() as stack:
         if rank == 1:
             stack.enter_context(torch.no_grad())
             stack.enter_context(layerzero.gathered(model[0]))
-        with pytest.raises(RuntimeError) as caught, layerzero.full_precision(model):
+        with pytest.raises(RuntimeError, match=text), layerzero.full_precision(model):
             pass
     with layerzero.full_precision(model), torch.no_grad():
         model(torch.ones(1, 4))
-    return str(caught.value)
-
-
-def test_a_rank_inside_gathered_refuses_it_on_all_ranks() -> None:
-    for message in run_ranks(_gathered_on_one_rank, world_size=2, pg_timeout=10):
-        assert "layerzero.full_precision is not possible inside layerzero.gathered" in message, message
-
-
-def _disagree(rank: int) -> str:
-    model = _shard(
-        nn.ModuleList([_Failing(), _Failing()]),
-        zero3_size=2,
-        units={_Failing},
-        mp_policy=LOW,
-    )
-    with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError) as caught:
-        for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere
-            unit(torch.ones(1, 4))
-    return str(caught.value)
 
 
 @BOTH
-def test_replicas_that_call_other_units_are_told(shared_memory: str | None) -> None:
-    for message in run_ranks(_disagree, world_size=WORLD, shared_memory=shared_memory, pg_timeout=20):
-        assert "different orders" in message and "all data-parallel ranks" in message, message
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_replicas_that_call_other_units_are_told(rank: int, shared_memory: str | None) -> None:
+    model = _failing(zero3_size=2)
+    text = r"(?s)different orders.*all data-parallel ranks"
+    with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError, match=text):
+        for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere
+            unit(torch.ones(1, 4))

@@ -7,7 +7,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from tests.support.graphs import message_of
 from tests.support.launches import by_communicator, launches_of
 from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
@@ -124,7 +125,8 @@ def chunk_by_chunk(model: nn.Module, data: Batch) -> None:
     """Run one backward per chunk, and one of the model, which alone reduces."""
     hidden = model(data[0])
     leaf = hidden.detach().requires_grad_()
-    with layerzero.gathered(model.head), silent(model):
+    silent = layerzero.no_sync(model) if hasattr(model, "no_sync") else contextlib.nullcontext()
+    with layerzero.gathered(model.head), silent:
         for h, w in zip(leaf.split(1), data[1].split(1), strict=True):
             (8 / len(hidden) * (F.linear(h, model.head.weight) * w).sum()).backward()
     hidden.backward(leaf.grad)
@@ -180,12 +182,6 @@ WAYS: dict[str, Callable[[nn.Module, Batch], None]] = {
 }
 
 
-@contextlib.contextmanager
-def silent(model: nn.Module) -> Iterator[None]:
-    with layerzero.no_sync(model) if hasattr(model, "no_sync") else contextlib.nullcontext():
-        yield
-
-
 def sharded(net: nn.Module, size: int = 2, **settings: Any) -> nn.Module:
     return layerzero.shard_model(
         copy.deepcopy(net), **{"mesh": mesh_of(size), "units": ["body", "head"], "ignored_params": None, **settings}
@@ -239,9 +235,10 @@ def test_gradients_and_weights_are_those_of_one_process(way: str, shared_memory:
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("inside", "after")])
-def test_so_they_are_in_each_way_to_use_a_weight(way: str) -> None:
+@on_ranks(world_size=WORLD)
+def test_so_they_are_in_each_way_to_use_a_weight(rank: int, way: str) -> None:
     """Run half of the settings for one way and half for the next."""
-    run_ranks(_several_settings, way, list(WAYS).index(way) % 2, 2, world_size=WORLD)
+    _several_settings(rank, way, list(WAYS).index(way) % 2, 2)
 
 
 @on_ranks(world_size=WORLD, shared_memory="auto")
@@ -457,38 +454,26 @@ def test_after_an_exception_the_model_goes_on(rank: int) -> None:
         assert not different(full_gradients(model), {name: p.grad for name, p in theirs.named_parameters()}), settings
 
 
-def _not_on_all_ranks(rank: int) -> str:
-    model = sharded(Net(tied=False))
-    data = batch(0, 0, rank)
-    inside(model, data)
-    try:
-        hidden = model(data[0])
-        with layerzero.gathered(model.body if rank % 2 else model.head):
-            if rank % 2 == 0:
-                loss_of(model, hidden, data[1]).backward()
-            else:
-                hidden.sum().backward()
-        model(data[0])
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+def _other_units(model: nn.Module, data: Batch, is_odd: bool) -> None:
+    hidden = model(data[0])
+    with layerzero.gathered(model.body if is_odd else model.head):
+        (hidden.sum() if is_odd else loss_of(model, hidden, data[1])).backward()
+    model(data[0])
 
 
-def _not_reached_on_all_ranks(rank: int) -> str:
-    model = sharded(Net(tied=False))
-    data = batch(0, 0, rank)
-    after(model, data)
-    try:
-        hidden = model(data[0])
-        with layerzero.gathered(model.head):
-            loss = loss_of(model, hidden, data[1]) if rank % 2 else hidden.sum()
-        loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+def _other_graphs(model: nn.Module, data: Batch, is_odd: bool) -> None:
+    hidden = model(data[0])
+    with layerzero.gathered(model.head):
+        loss = loss_of(model, hidden, data[1]) if is_odd else hidden.sum()
+    loss.backward()
 
 
-@pytest.mark.parametrize("fn", [_not_on_all_ranks, _not_reached_on_all_ranks])
-def test_ranks_that_disagree_get_an_error_that_names_both_orders(fn: Callable[[int], str]) -> None:
-    for text in run_ranks(fn, world_size=WORLD, pg_timeout=20):
-        assert "gather units in different orders" in text and "'head'" in text, text
+@pytest.mark.parametrize(("use", "differ"), [(inside, _other_units), (after, _other_graphs)])
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_ranks_that_disagree_get_an_error_that_names_both_orders(
+    rank: int, use: Callable[[nn.Module, Batch], None], differ: Callable[[nn.Module, Batch, bool], None]
+) -> None:
+    model, data = sharded(Net(tied=False)), batch(0, 0, rank)
+    use(model, data)
+    text = message_of(lambda: differ(model, data, rank % 2 == 1))
+    assert "gather units in different orders" in text and "'head'" in text, text

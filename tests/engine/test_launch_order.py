@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero import Offload
-from layerzero.engine.scheduler import Scheduler
-from layerzero.engine.unit import Unit
 from tests.support.late_device import NAME, Device, Stream, register
 from tests.support.launches import launches_of
 from tests.support.models import different, exact_sgd, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -176,52 +173,23 @@ class Skipping(nn.Module):
         return x
 
 
-def _skip(rank: int, zero3_size: int) -> None:
-    world = dist.get_world_size()
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 1), (4, 2)])
+@on_ranks(pg_timeout=10)
+def test_a_unit_that_is_used_again_is_reduced_once(rank: int, world_size: int, zero3_size: int) -> None:
     model, alone = Skipping(), Skipping()
     layerzero.shard_model(model, mesh=mesh_of(zero3_size), units={nn.Linear})
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-12), model)
     plain = torch.optim.SGD(alone.parameters(), lr=2**-12)
     for step in range(5):
         layerzero.traffic(model, reset=True)
-        model.skips = step in (1, 3) and rank >= world - zero3_size
+        model.skips = step in (1, 3) and rank >= world_size - zero3_size
         model(torch.full((1, 4), float(rank + 1))).sum().backward()
-        for each in range(world):
-            alone.skips = step in (1, 3) and each >= world - zero3_size
-            (alone(torch.full((1, 4), float(each + 1))).sum() / world).backward()
+        for each in range(world_size):
+            alone.skips = step in (1, 3) and each >= world_size - zero3_size
+            (alone(torch.full((1, 4), float(each + 1))).sum() / world_size).backward()
         for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=f"step {step}, {name}")
         assert layerzero.traffic(model).calls["hop2"] == 3, f"step {step}: one reduction for each unit"
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 1), (4, 2)])
-def test_a_unit_that_is_used_again_is_reduced_once(world_size: int, zero3_size: int) -> None:
-    run_ranks(_skip, zero3_size, world_size=world_size, pg_timeout=10)
-
-
-def _launch_after_the_gather(rank: int, path: str) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    reduce_ended, wait = Scheduler._reduce_ended, Scheduler._wait
-    ended: list[Callable[[], None]] = []
-
-    def put_off(*args: Any, **kwargs: Any) -> None:
-        ended.append(lambda: reduce_ended(*args, **kwargs))
-
-    def catch_up(scheduler: Scheduler, unit: Unit) -> None:
-        while ended:
-            ended.pop(0)()
-        wait(scheduler, unit)
-
-    late = mock.patch.multiple(Scheduler, _reduce_ended=put_off, _wait=catch_up) if rank == 0 else nullcontext()
-    with late, Device(one_at_a_time=True).installed() as device:
-        _train(_shard(mesh, recompute="none", prefetch=0), rank, path, device)
-
-
-@pytest.mark.exhaustive
-def test_ranks_that_launch_in_different_orders_do_not_finish(tmp_path: Any) -> None:
-    with mock.patch("tests.support.late_device._PATIENCE", 5.0), pytest.raises(AssertionError, match="waits for ever"):
-        run_ranks(_launch_after_the_gather, str(tmp_path / "trace"), world_size=2, pg_timeout=5)

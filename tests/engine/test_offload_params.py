@@ -52,10 +52,6 @@ def _with_params(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"offload": replace(settings.get("offload", Offload()), params=True)}
 
 
-def _with_params(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"offload": replace(settings.get("offload", Offload()), params=True)}
-
-
 def _without_offload(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not name.startswith("offload")}
 
@@ -128,7 +124,8 @@ def test_memory_of_weights_in_the_host_is_predicted(rank: int) -> None:
         assert report.measured_peak == report.predicted_peak, (size, others, report)
 
 
-def _goes_on_elsewhere(rank: int, folder: Path) -> None:
+@on_ranks(world_size=WORLD)
+def test_checkpoints_averages_and_fingerprints_do_not_care_where_weights_are(rank: int, tmp_path: Path) -> None:
     def made(**settings: Any) -> tuple[nn.Module, Any]:
         model = _shard(2, mp_policy=LOW, **settings)
         return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -148,8 +145,8 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
             results.append(model(integer_batch(step=0, rank=0)[0]))
     assert torch.equal(*results)
     for name, saved, loading in (("down", plain, offloaded), ("up", offloaded, plain)):
-        checkpoint.save(folder / name, *saved)
-        checkpoint.load(folder / name, *loading)
+        checkpoint.save(tmp_path / name, *saved)
+        checkpoint.load(tmp_path / name, *loading)
         trained = [_train(*each, rank, range(2, 4), (False,)) for each in (saved, loading)]
         _assert_same(*trained, name)
         sums = [layerzero.fingerprint(model).sums for model, _ in (saved, loading)]
@@ -165,10 +162,6 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
     for handle in get_state(offloaded[0]).handles:
         handle.weights.read_zero3()[0] += 1 if get_state(offloaded[0]).mesh_info.grid.replica_rank else 0
     assert layerzero.fingerprint(offloaded[0]).corruptions, "replicas that differ in the host are noticed"
-
-
-def test_checkpoints_averages_and_fingerprints_do_not_care_where_weights_are(tmp_path: Path) -> None:
-    run_ranks(_goes_on_elsewhere, tmp_path, world_size=WORLD)
 
 
 @on_ranks(world_size=WORLD)
@@ -231,40 +224,3 @@ def test_what_lies_in_the_host_is_pinned_unless_the_user_says_otherwise(pin_memo
     with mock.patch("torch.empty", noting):
         HostShard(4, torch.float32, transfers, mock.Mock())
     assert asked == [pin_memory]
-
-
-class _RecordedTransfers(HostDeviceCopies):
-    """Records which marks each copy follows, and which marks the current stream waits for."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.record: list[tuple[str, Any]] = []
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool, after: Any = ()) -> Any:
-        self.record.append(("store" if to_host else "fetch", [mark for mark in after if mark is not None]))
-        return len(self.record)
-
-    def wait(self, mark: Any) -> None:
-        self.record.append(("wait", mark))
-
-    def finish(self, mark: Any) -> None:
-        self.record.append(("finish", mark))
-
-
-def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_launched() -> None:
-    transfers, pool = _RecordedTransfers(), mock.Mock()
-    pool.release = lambda scratch: transfers.record.append(("give", scratch))
-    shard, full = HostShard(2, torch.float32, transfers, pool), torch.empty(2)
-    shard.start_fetch(full)
-    shard.store(full)
-    shard.start_fetch(full).wait()
-    shard.read_on_host()
-    assert transfers.record == [
-        ("fetch", []),
-        ("store", [1]),  # must not overwrite what the fetch reads
-        ("wait", 2),
-        ("give", full),
-        ("fetch", [2]),
-        ("wait", 5),
-        ("finish", 2),
-    ]

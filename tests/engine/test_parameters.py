@@ -36,7 +36,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import full_gradients, full_parameters
-from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
+from tests.support.ranks import every_nth_setting, mesh_of, on_ranks
 
 FP64 = torch.float64
 
@@ -121,39 +121,38 @@ def test_fewer_rows_than_ranks_and_no_elements(rank: int, stride: int) -> None:
 # --- sums instead of means ---
 
 
-def _train_on_tokens(rank: int) -> dict[str, Tensor]:
+@on_ranks(world_size=WORLD)
+def test_a_divide_factor_of_one_sums_gradients_as_per_token_losses_need(rank: int) -> None:
     """Train with a different number of tokens per rank; the loss is divided by all tokens of the step."""
     torch.manual_seed(0)
-    model = shard(blocks(), accumulation="full" if rank is None else "sharded")
+    alone = blocks()
+    model = shard(copy.deepcopy(alone))
     model.set_gradient_divide_factor(1)
     counts = [[1 + r, 5 - r] for r in range(WORLD)]
     total = sum(map(sum, counts))
-    for micro_batch, tokens in enumerate(counts[rank]):
+
+    def loss(net: nn.Module, of_rank: int, micro_batch: int) -> Tensor:
+        tokens = batch(of_rank, 0, micro_batch).repeat(2, 1)[: counts[of_rank][micro_batch]]
+        return net(tokens).sum() / total
+
+    for micro_batch in range(2):
         with layerzero.no_sync(model):
-            (model(batch(rank, 0, micro_batch).repeat(2, 1)[:tokens]).sum() / total).backward()
+            loss(model, rank, micro_batch).backward()
+        for each in range(WORLD):
+            loss(alone, each, micro_batch).backward()
     layerzero.clip_grad_norm_(model, float("inf"))
-    return full_gradients(model)
-
-
-def test_a_divide_factor_of_one_sums_gradients_as_per_token_losses_need() -> None:
-    ours = run_ranks(_train_on_tokens, world_size=WORLD)[0]
-    torch.manual_seed(0)
-    alone = blocks()
-    outputs = [
-        alone(batch(rank, 0, micro_batch).repeat(2, 1)[:tokens])
-        for rank in range(WORLD)
-        for micro_batch, tokens in enumerate([1 + rank, 5 - rank])
-    ]
-    (sum(output.sum() for output in outputs) / sum(len(output) for output in outputs)).backward()
     theirs = {name: p.grad for name, p in alone.named_parameters()}
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(full_gradients(model), theirs, rtol=1e-10, atol=1e-12)
 
 
-def _factors(rank: int, world: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_the_divide_factor_replaces_the_number_of_ranks(rank: int, world_size: int) -> None:
     """Check that gradients are exactly the mean's times D / factor, on every path of a gradient."""
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for settings in (*MODES, {"mp_policy": fp16}):
-        for size in (s for s in (1, 2, 4) if world % s == 0):
+        for size in (s for s in (1, 2, 4) if world_size % s == 0):
             gradients = []
             for factor in (None, 2.0, 0.5):
                 model = layerzero.shard_model(nn.Linear(4, 4), mesh=mesh_of(size), **settings)
@@ -164,15 +163,9 @@ def _factors(rank: int, world: int) -> None:
                         parameter.fill_(1.0)
                 for _ in range(2):
                     model(torch.full((2, 4), float(rank + 1))).sum().backward()
-                gradients.append(full_gradients(model)["weight"] * (factor or world) / world)
+                gradients.append(full_gradients(model)["weight"] * (factor or world_size) / world_size)
             assert gradients[0].any() and torch.equal(gradients[0], gradients[1]), (settings, size)
             assert torch.equal(gradients[0], gradients[2]), (settings, size)
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
-    run_ranks(_factors, world, world_size=world)
 
 
 @on_ranks(world_size=WORLD)
@@ -298,7 +291,10 @@ def _settled_bytes() -> int:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _start_from_meta(rank: int, init: str, count: int) -> None:
+@pytest.mark.parametrize("init", ["param_init_fn", "reset_parameters"])
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_model_on_meta_is_initialized_unit_by_unit(rank: int, init: str) -> None:
+    count = 6
     torch.manual_seed(rank)  # ranks that draw different values must start alike
     _generator.manual_seed(rank)
     with torch.device("meta"):
@@ -334,8 +330,3 @@ def _start_from_meta(rank: int, init: str, count: int) -> None:
             optimizer.zero_grad()
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("init", ["param_init_fn", "reset_parameters"])
-def test_a_model_on_meta_is_initialized_unit_by_unit(init: str) -> None:
-    run_ranks(_start_from_meta, init, 6, world_size=WORLD, shared_memory="off")

@@ -98,7 +98,9 @@ class Experts(nn.Module):
         return self.router(x @ held[0])
 
 
-def _router(rank: int) -> None:
+@on_ranks()
+def test_a_router_on_the_mesh_of_its_experts_is_refused(rank: int) -> None:
+    """Refuse the mesh: the router's copies would be trained as separate parameters."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     rest = layerzero.init_mesh(2)
 
@@ -116,11 +118,6 @@ def _router(rank: int) -> None:
     frozen = made()
     frozen[0].router.requires_grad_(False)
     layerzero.shard_model(frozen, mesh=mesh_of, units=[Experts])
-
-
-def test_a_router_on_the_mesh_of_its_experts_is_refused() -> None:
-    """Refuse the mesh: the router's copies would be trained as separate parameters."""
-    run_ranks(_router)
 
 
 STEPS = [("all", "none"), ("none", "all"), ("reversed", "none", "first", "none"), ("none",), ("last", "all")]

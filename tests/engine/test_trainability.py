@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +26,13 @@ from tests.support.graphs import (
     compare,
     freeze,
     loss_of,
+    message_of,
     one_pass,
     sgd,
     shard,
 )
 from tests.support.models import full_gradients
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,16 @@ def _off_for_reference(model: nn.Module, rank: int, step: int, *, with_graph: bo
         (loss + reference if with_graph else loss).backward()
 
 
+def _freeze_in_flight(model: nn.Module, rank: int, step: int) -> None:
+    """Freeze after the forward: torch drops the gradient of such a parameter, and so must layerzero."""
+    freeze(model)
+    first = loss_of(model(batch(rank, step)))
+    freeze(model, "units.1.linear.weight", "units.2")
+    second = loss_of(model(batch(rank, step, 1)))
+    first.backward()
+    second.backward()
+
+
 CHANGES: dict[str, Callable[[int], tuple[str, ...]]] = {
     "unfrozen: a unit": lambda step: ("units.0",) if step < 1 else (),
     "unfrozen: one parameter of a unit": lambda step: ("units.1.linear.bias",) if step < 1 else (),
@@ -84,6 +94,7 @@ CASES: dict[str, Case] = {
     **{name: Case(blocks, partial(_train_only, frozen=frozen)) for name, frozen in CHANGES.items()},
     "off for a forward for reference": Case(blocks, partial(_off_for_reference, with_graph=False)),
     "off for another graph": Case(blocks, partial(_off_for_reference, with_graph=True)),
+    "frozen in flight": Case(blocks, _freeze_in_flight),
     "adapters": Case(lambda: Chain(Adapted(), Block(), Adapted()), IN_FLIGHT),
     "adapters only": Case(lambda: freeze(Chain(Adapted(), Adapted()), "scale", "units.0.base", "units.1.base")),
     **{
@@ -124,9 +135,12 @@ def test_what_is_frozen_is_not_reduced_or_refreshed(rank: int) -> None:
         assert calls["gather"] <= 2 * units
 
 
-def _keep_pending_gradients(rank: int) -> list[Any]:
+@on_ranks(world_size=WORLD)
+def test_gradients_from_before_a_freeze_are_not_lost(rank: int) -> None:
     """Keep gradients from before a freeze, as in torch; the step still reduces them."""
-    model = shard(blocks(2))
+    torch.manual_seed(0)
+    alone = blocks(2)
+    model = shard(copy.deepcopy(alone))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     with layerzero.no_sync(model):
         one_pass(model, rank, 0)
@@ -136,7 +150,11 @@ def _keep_pending_gradients(rank: int) -> list[Any]:
     layerzero.clip_grad_norm_(model, float("inf"))
     gradients = full_gradients(model)
     optimizer.step()
-    return [sorted(gradients), gradients["units.0.linear.weight"]]
+    for each in range(WORLD):
+        loss_of(alone(batch(each, 0))).backward()
+    assert sorted(gradients) == sorted(dict(alone.named_parameters()))
+    name = "units.0.linear.weight"
+    torch.testing.assert_close(gradients[name], alone.get_parameter(name).grad / WORLD, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(world_size=WORLD)
@@ -203,89 +221,28 @@ def test_freezing_what_only_some_ranks_have_used_is_agreed_upon(rank: int) -> No
         assert_same_gradients(model, alone, settings)
 
 
-def test_gradients_from_before_a_freeze_are_not_lost() -> None:
-    torch.manual_seed(0)
-    results = run_ranks(_seeded, "_keep_pending_gradients", world_size=WORLD)
-    alone = _seeded_blocks()
-    for rank in range(WORLD):
-        loss_of(alone(batch(rank, 0))).backward()
-    expected = alone.units[0].linear.weight.grad / WORLD
-    for names, gradient in results:
-        assert names == sorted(dict(alone.named_parameters()))
-        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
-
-
-def _seeded_blocks() -> Chain:
-    torch.manual_seed(0)
-    return blocks(2)
-
-
-def _seeded(rank: int, name: str) -> Any:
-    torch.manual_seed(0)
-    return globals()[name](rank)
-
-
-def _refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        call()
-    return str(caught.value)
-
-
-def _unfreeze_on_one_rank(rank: int) -> str:
+@on_ranks(world_size=WORLD, pg_timeout=3)
+def test_unfreezing_on_one_rank_only_is_an_error_there(rank: int) -> None:
     model = shard(freeze(blocks(), "units.0"))
     one_pass(model, rank, 0)
     if rank == 1:
         model.units[0].linear.weight.requires_grad_(True)
-    return _refusal(lambda: one_pass(model, rank, 1)) if rank == 1 else ""
-
-
-def test_unfreezing_on_one_rank_only_is_an_error_there() -> None:
-    message = run_ranks(_unfreeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
-    assert "frozen or unfrozen" in message and "All ranks must make this call" in message
-
-
-def _freeze_before_the_first_forward(rank: int, unequally: bool) -> str:
-    model = shard(blocks())
-    if rank == 1:
-        model.units[0].linear.weight.requires_grad_(False)
-    elif unequally:
-        model.units[0].linear.bias.requires_grad_(False)
-    return _refusal(lambda: one_pass(model, rank, 0))
-
-
-def test_parameters_that_are_frozen_on_some_ranks_are_named_on_all() -> None:
-    for message in run_ranks(_freeze_before_the_first_forward, False, world_size=WORLD):
-        assert 'frozen or unfrozen: units.0.linear.weight" on rank 1. Make the same calls' in message
-    for message in run_ranks(_freeze_before_the_first_forward, True, world_size=WORLD):
-        assert "units.0.linear.weight is absent on ranks 0, 2, 3 and false on rank 1. Set equal values" in message
-
-
-def _unfreeze_coarse(rank: int) -> str:
-    model = layerzero.shard_model(nn.Linear(4, 4).bfloat16().requires_grad_(False), zero3_size=2)
-    model(torch.ones(1, 4, dtype=torch.bfloat16))
-    model.weight.requires_grad = True
-    return _refusal(lambda: model(torch.ones(1, 4, dtype=torch.bfloat16)))
-
-
-def test_a_frozen_bf16_master_is_too_coarse_to_be_unfrozen() -> None:
-    for message in run_ranks(_unfreeze_coarse, world_size=WORLD):
-        assert "'weight'" in message and "bfloat16" in message and "before" in message
-
-
-def _freeze_in_flight(model: nn.Module, rank: int, step: int) -> None:
-    """Freeze after the forward: torch drops the gradient of such a parameter, and so must layerzero."""
-    freeze(model)
-    first = loss_of(model(batch(rank, step)))
-    freeze(model, "units.1.linear.weight", "units.2")
-    second = loss_of(model(batch(rank, step, 1)))
-    first.backward()
-    second.backward()
+        message = message_of(lambda: one_pass(model, rank, 1))
+        assert "frozen or unfrozen" in message and "All ranks must make this call" in message
 
 
 @on_ranks(world_size=WORLD)
-def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does(rank: int) -> None:
-    for settings in MODES:
-        compare(rank, "frozen in flight", Case(blocks, _freeze_in_flight), **settings)
+def test_parameters_that_are_frozen_on_some_ranks_are_named_on_all(rank: int) -> None:
+    for unequally, expected in (
+        (False, 'frozen or unfrozen: units.0.linear.weight" on rank 1. Make the same calls'),
+        (True, "units.0.linear.weight is absent on ranks 0, 2, 3 and false on rank 1. Set equal values"),
+    ):
+        model = shard(blocks())
+        if rank == 1:
+            model.units[0].linear.weight.requires_grad_(False)
+        elif unequally:
+            model.units[0].linear.bias.requires_grad_(False)
+        assert expected in (message := message_of(lambda model=model: one_pass(model, rank, 0))), message
 
 
 @on_ranks()

@@ -26,6 +26,7 @@ from tests.support.graphs import (
     assert_same_gradients,
     blocks,
     compare,
+    message_of,
     one_pass,
     run_script,
     sgd,
@@ -76,22 +77,16 @@ def _mixture() -> Chain:
 @pytest.mark.parametrize("script", ["F0 B0", "F0 F1 B0 F2 B1 B2"])
 @on_ranks(world_size=WORLD)
 def test_experts_without_tokens_on_some_ranks_train_like_one_process(rank: int, script: str) -> None:
-    case = Case(_mixture, partial(run_script, script=script))
+    case, idle = Case(_mixture, partial(run_script, script=script)), []
+    for each in range(WORLD):
+        torch.manual_seed(0)
+        one_pass(model := _mixture(), each, 0)
+        idle.append(frozenset(name for name, p in model.named_parameters() if p.grad is None))
+    assert len(set(idle)) > 1 and any(idle), "what the test is about"
     for settings in MODES:
         compare(rank, script, case, **settings)
     compare(rank, script, case, size=1, units={Block, Expert})  # nothing is gathered, so experts may be units
     compare(rank, script, case, size=4)
-
-
-def test_the_routing_of_the_test_differs_between_ranks_and_leaves_experts_idle() -> None:
-    torch.manual_seed(0)
-    model = _mixture()
-    idle = []
-    for rank in range(WORLD):
-        model.zero_grad()
-        one_pass(model, rank, 0)
-        idle.append(frozenset(name for name, p in model.named_parameters() if p.grad is None))
-    assert len(set(idle)) > 1 and any(idle)
 
 
 def _random_depth(model: nn.Module, rank: int, step: int) -> None:
@@ -106,8 +101,11 @@ def test_random_depth_with_one_seed_trains_like_one_process(rank: int) -> None:
         compare(rank, "random depth", Case(partial(blocks, 4), _random_depth), **settings)
 
 
-def _count_order(rank: int, evaluates: bool) -> list[int]:
-    """Return how often the ranks compared their gather orders, per step of a pipeline."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("evaluates", [False, True])
+@on_ranks(world_size=WORLD, shared_memory="off")
+def test_a_loop_that_repeats_itself_is_predicted(rank: int, evaluates: bool) -> None:
+    """Count how often the ranks compare their gather orders, per step of a pipeline."""
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     counts = []
@@ -120,23 +118,7 @@ def _count_order(rank: int, evaluates: bool) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         counts.append(layerzero.traffic(model).calls.get("gather_order", 0))
-    return counts
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_loop_that_repeats_itself_is_predicted(evaluates: bool) -> None:
-    counts = run_ranks(_count_order, evaluates, world_size=WORLD, shared_memory="off")
-    assert all(each == counts[0] for each in counts)
-    assert max(counts[0][2:]) <= (3 if evaluates else 0), counts[0]
-
-
-def _message(call: Any) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+    assert max(counts[2:]) <= (3 if evaluates else 0), counts
 
 
 def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -> str:
@@ -145,7 +127,7 @@ def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -
     for step in range(steps):
         one_pass(model, rank, step)
     model.order = order if rank == odd else (0, 1, 2)
-    return _message(lambda: one_pass(model, rank, steps))
+    return message_of(lambda: one_pass(model, rank, steps))
 
 
 @pytest.mark.sample(3)
@@ -155,8 +137,8 @@ def test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders(st
     for odd in (0, 1):
         messages = run_ranks(_swap_on_one_rank, odd, steps, order, world_size=2, pg_timeout=3, shared_memory="off")
         assert any("different orders" in message for message in messages), messages
-        for rank, message in enumerate(messages):
-            assert message != "nothing was raised", rank
+        for message in messages:
+            assert message != "nothing was raised", messages
             if "different orders" in message:
                 assert "rank 0: " in message and "rank 1: " in message and "units." in message, message
 
@@ -164,12 +146,7 @@ def test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders(st
 def _experts_as_units(rank: int) -> str:
     torch.manual_seed(0)
     model = shard(_mixture(), units={Expert})
-
-    def steps() -> None:
-        for step in range(4):
-            one_pass(model, rank, step)
-
-    return _message(steps)
+    return message_of(lambda: [one_pass(model, rank, step) for step in range(4)])
 
 
 def test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_to_do() -> None:
@@ -177,21 +154,6 @@ def test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_
     assert any("different orders" in message for message in messages), messages
     assert any("experts" in message and "zero3_size=1" in message for message in messages), messages
     assert "nothing was raised" not in messages
-
-
-def _leave_early(rank: int) -> str:
-    model = shard(blocks(3))
-    for step in range(2):
-        one_pass(model, rank, step)
-    if rank == 1:
-        raise LookupError("this rank only")
-    return _message(lambda: one_pass(model, rank, 2))
-
-
-def test_an_exception_on_one_rank_ends_the_others_within_the_timeout() -> None:
-    with pytest.raises(AssertionError, match="this rank only") as caught:
-        run_ranks(_leave_early, world_size=WORLD, pg_timeout=3)
-    assert "had not returned" not in str(caught.value)
 
 
 class Optional(nn.Module):
