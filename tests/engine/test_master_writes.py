@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero.engine.hooks import get_state
 from tests.support.models import (
     TiedTransformer,
     different,
@@ -165,13 +166,22 @@ def test_edit_on_one_rank_can_be_carried_by_refresh_on_all(rank: int) -> None:
         _assert_same(model, alone, size)
 
 
-@pytest.mark.parametrize(("size", "odd", "shared_memory"), [(1, 0, "auto"), (2, 3, "auto"), (2, 3, "off")])
+@pytest.mark.parametrize(
+    ("size", "odd", "shared_memory", "follows_step"),
+    [(1, 0, "auto", False), (2, 3, "auto", False), (2, 3, "off", False), (2, 3, "off", True)],
+)
 @on_ranks(world_size=WORLD, pg_timeout=3, timeout=30)
 def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(
-    rank: int, size: int, odd: int, shared_memory: str
+    rank: int, size: int, odd: int, shared_memory: str, follows_step: bool
 ) -> None:
+    """Edit after a forward, or also after a step whose refresh is launched later."""
     model = _sharded(size=size, shared_memory=shared_memory)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     _output(model)
+    if follows_step:
+        get_state(model).refreshes.deferred = True
+        integer_loss(model, integer_batch(rank=rank)).backward()
+        optimizer.step()
     if rank != odd:
         with contextlib.suppress(Exception):  # with S = 1 no collective in a forward could detect these ranks
             _output(model)
