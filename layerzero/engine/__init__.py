@@ -19,11 +19,11 @@ The files are listed in reading order. Each file imports only files that appear 
 - `used_params`: `UsedParamMap`: finds the parameters that any rank has used in a backward pass
 - `hyperparameter_check`: compares learning rates and other optimizer settings between ranks
 - `reduction_queue`: `ReductionQueue`: starts reductions in the same order on all ranks, and limits those in flight
-- `handle`: `Handle`: parameters that a unit stores together; owns their weights, their gradients and their ``.grad``
+- `handle`: `Handle`, `GatherState`: parameters that a unit stores together; owns their weights, gradients and ``.grad``
 - `full_precision`: parameters gathered in the dtype of the masters, inside ``layerzero.full_precision``
 - `grad_attribute`: `GradAttribute`: sets ``.grad``, refuses early reads, and applies the user's writes
 - `handle_gradients`: `HandleGradients`, `HandleReduction`: gradient buffers of a handle, and one in-flight reduction
-- `weight_storage`: `WeightStorage`, `GatherState`: master, ZeRO-3 shard and full buffer; gather, wait, free, refresh
+- `weight_storage`: `WeightStorage`: master, ZeRO-3 shard, full buffer and gathered parameters; gather, free, refresh
 - `resources`: `ModelPools`, `MeshResources`: memory pools of a model, and the transport of each mesh
 - `gradient_buffer`: `GradientBuffer`, `SlotState`: accumulate gradients in a buffer that need not be cleared first
 - `gradient_offload`: `AccumulatorAllocator`, `OffloadedStorage`: accumulators that are kept in pinned host memory
