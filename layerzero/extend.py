@@ -71,7 +71,7 @@ from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, active_view
+from layerzero.engine.model_status import ParamView, active_view
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes, predicted_traffic

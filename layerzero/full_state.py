@@ -20,7 +20,7 @@ from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, active_view
+from layerzero.engine.model_status import ParamView, active_view
 from layerzero.engine.state import LayerZeroState
 from layerzero.utils.bit_sums import digest
 

@@ -6,8 +6,7 @@ The files are listed in reading order. Each file imports only files that appear 
 - `state`: `LayerZeroState`: units, settings and registries of one sharded model; builds and owns the objects below
 - `scheduler`: `Scheduler`: decides when a unit is gathered, prefetched and freed, and when its gradients are reduced
 - `micro_batches`: logs a message if a loop reduces gradients in each micro-batch
-- `model_status`: checks, before each pass, that the model may run it
-- `param_view`: contexts that replace the parameters of a model, for example with unsharded parameters or averages
+- `model_status`: contexts that replace the parameters of a model; checks, before each pass, that the model may run it
 - `weight_refresh`: `WeightRefresher`, `RefreshRound`: decide when masters are copied to compute weights
 - `passes`: `ForwardPass`, `BackwardPass`, `UnitCall`: one object per active pass, and the order of calls
 - `unit`: `Unit`: modules and handles that are gathered together; installs their parameters and casts their inputs

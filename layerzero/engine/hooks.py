@@ -36,7 +36,7 @@ from layerzero.engine.call_context import explain_dtype_error
 from layerzero.engine.gathered_params import MainGradParameter
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import ParamView, require_no_grad, require_unsharded
+from layerzero.engine.model_status import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
@@ -357,7 +357,7 @@ def _pre_forward(lz_state: LayerZeroState, unit: Unit, args: Any, kwargs: Any) -
         views = lz_state.status.active_views
         if ParamView.UNSHARDED in views:
             require_no_grad(unit.label)
-            require_unsharded(unit, lz_state.status.unsharded)
+            require_unsharded(unit.label, unit.members(), lz_state.status.unsharded)
             return unit.cast_inputs(args, kwargs, unsharded=True)
         if ParamView.FULL_PRECISION in views:
             require_no_grad(unit.label, ParamView.FULL_PRECISION)

@@ -63,8 +63,7 @@ from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.micro_batches import NoSyncHint
-from layerzero.engine.model_status import Closable, ModelStatus
-from layerzero.engine.param_view import ParamView, require_no_grad
+from layerzero.engine.model_status import Closable, ModelStatus, ParamView, require_no_grad
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, make_gather_order_checks

@@ -24,7 +24,7 @@ from layerzero.device.accelerator import require_no_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
-from layerzero.engine.param_view import ParamView
+from layerzero.engine.model_status import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
 from layerzero.optimizers.compatibility import (
