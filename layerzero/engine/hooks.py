@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -75,7 +75,7 @@ def register_hooks(lz_state: LayerZeroState) -> None:
                 member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
-                    member.gathered.offer_main_grad(_main_grad(lz_state, handle, slot))
+                    member.gathered.offer_main_grad(hook.main_grad)
 
 
 def close_hooks(model: nn.Module) -> None:
@@ -280,15 +280,10 @@ class _GradientHook:
             lz_state.require_open()
             lz_state.scheduler.post_accumulate_grad(handle, self._slot, leaf)
 
-
-def _main_grad(lz_state: LayerZeroState, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
-    weak_state, weak_handle = weakref.ref(lz_state), weakref.ref(handle)
-
-    def open_main_grad() -> Tensor | None:
-        lz_state, handle = weak_state(), weak_handle()
-        return None if lz_state is None or handle is None else lz_state.scheduler.main_grad(handle, slot)
-
-    return open_main_grad
+    def main_grad(self) -> Tensor | None:
+        """Return the ``main_grad`` of the parameter, or None if it currently has none."""
+        lz_state, handle = self.weak_state(), self._handle()
+        return None if lz_state is None or handle is None else lz_state.scheduler.main_grad(handle, self._slot)
 
 
 class _Hook:
