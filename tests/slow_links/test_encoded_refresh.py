@@ -379,20 +379,22 @@ def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
 @on_ranks()
 def test_a_rank_can_ask_for_a_full_refresh(rank: int) -> None:
     """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
-    model = _shard(2, INT4)
-    optimizers = make_adamw(model)
-    for step in range(2):
-        _step(model, optimizers, rank, step)
-    _backward(model, rank, 2)
-    if rank == 3:
-        rows = next(p.to_local() for p in model.layers[1].parameters() if p.to_local().numel())
-        with torch.no_grad():
-            rows.mul_(1.0)
-    update(optimizers)
-    followed = {
-        handle.label: torch.equal(*pair) for handle, pair in zip(_handles(model), _own_parts(model), strict=True)
-    }
-    assert followed == {label: label == "layers.1" and rank % 2 == 1 for label in followed}
+    for deferred in (False, True):
+        model = _shard(2, INT4)
+        optimizers = make_adamw(model)
+        for step in range(2):
+            _step(model, optimizers, rank, step)
+        _backward(model, rank, 2)
+        if rank == 3:
+            rows = next(p.to_local() for p in model.layers[1].parameters() if p.to_local().numel())
+            with torch.no_grad():
+                rows.mul_(1.0)
+        get_state(model).refreshes.deferred = deferred
+        update(optimizers)
+        get_state(model).refreshes.launch_due()
+        parts = zip(_handles(model), _own_parts(model), strict=True)
+        followed = {handle.label: torch.equal(*pair) for handle, pair in parts}
+        assert followed == {label: label == "layers.1" and rank % 2 == 1 for label in followed}, deferred
 
 
 def _predicted(rank: int) -> None:
