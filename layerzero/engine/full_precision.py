@@ -10,11 +10,13 @@ weights. If the compute dtype of a handle represents the masters exactly, its co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
+from layerzero.device.streams import PendingWait, Waitable
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.engine.gathered_params import GatheredParams
 from layerzero.engine.managed_param import ManagedParam
@@ -58,8 +60,11 @@ class FullPrecision:
         return self._leaves.version != self._version
 
     @torch.no_grad()
-    def gather(self) -> PendingCollective | None:
-        """Allocate the full buffer and launch the first all-gather, which writes to the full buffer."""
+    def gather(self) -> Waitable | None:
+        """Allocate the full buffer and launch the first all-gather, which writes to the full buffer.
+
+        The wait for the result runs the second one.
+        """
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
         grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
@@ -69,7 +74,14 @@ class FullPrecision:
             return self._gather_zero3()
         zero3, parts = self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)], grid.replica_part_sizes(layout)
         label = self._weights.label
-        return all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, zero1_shard, name=label, parts=parts)
+        first = all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, zero1_shard, name=label, parts=parts)
+        return PendingWait(partial(self._wait, first))
+
+    @torch.no_grad()
+    def _wait(self, first: PendingCollective) -> None:
+        first.wait()
+        if (second := self._gather_zero3()) is not None:
+            second.wait()
 
     def _gather_zero3(self) -> PendingCollective | None:
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
@@ -79,11 +91,8 @@ class FullPrecision:
         label = self._weights.label
         return all_gather(mesh_info.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
 
-    @torch.no_grad()
     def fill(self) -> None:
-        """Run the all-gather along the zero3 axis after that along the replica axis, and fill separate parameters."""
-        if self._weights.mesh_info.replicas > 1 and (pending := self._gather_zero3()) is not None:
-            pending.wait()
+        """Fill the parameters that have separate memory."""
         self._leaves.fill(self._storages)
 
     def free(self) -> None:
