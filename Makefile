@@ -47,7 +47,7 @@ test-megatron:  ## layerzero.megatron with the newest Megatron-Core, on Python 3
 
 quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
 	$(PYTEST) tests/end_to_end/test_parity.py tests/engine/test_accumulation.py tests/engine/test_grad_attribute.py tests/engine/test_gradient_storage.py \
-		tests/layout/test_flat_layout.py tests/sharding/test_errors.py $(ARGS)
+		tests/layout/test_flat_layout.py tests/sharding/test_errors.py tests/sharding/test_refusals.py $(ARGS)
 
 check: $(VENV)/ready  ## without the test suite: format, lint, types, import directions
 	$(BIN)/ruff format --check .

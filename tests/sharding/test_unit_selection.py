@@ -1,4 +1,4 @@
-"""Units for each kind of ``units``, their list, and refusals before any collective."""
+"""Units for each kind of ``units``, and their list."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import wrap as policies
 
 import layerzero
@@ -211,116 +209,6 @@ def test_units_lists_parameters_and_the_rows_of_this_rank_and_print_marks_them()
     for name in rows[0]:
         held = sorted(row for of_rank in rows for row in of_rank[name])
         assert held == list(range(len(held))) and held, f"{name}: each row is on one rank"
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _refusals(rank: int) -> dict[str, str]:
-    other = integer_net()
-
-    def shard(model: nn.Module | None = None, **settings: Any) -> nn.Module:
-        settings = {"mesh": mesh_of(2), **settings}
-        return layerzero.shard_model(integer_net() if model is None else model, **settings)
-
-    def with_own(**settings: Callable[[IntegerNet], Any]) -> nn.Module:
-        net = integer_net()
-        return shard(net, **{name: make(net) for name, make in settings.items()})
-
-    strided = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "zero3"))
-    odd = strided if rank == 2 else mesh_of(2)
-    calls: dict[str, Callable[[], Any]] = {
-        "root ignored": lambda: with_own(ignored_modules=lambda m: [m]),
-        "root ignored, bare": lambda: with_own(ignored_modules=lambda m: m),
-        "all parameters ignored": lambda: with_own(ignored_params=lambda m: m.parameters()),
-        "all modules ignored": lambda: with_own(
-            ignored_modules=lambda m: [nn.Linear.__name__], ignored_params=lambda m: [m.shift]
-        ),
-        "init": lambda: shard(param_init_fn="reset_parameters"),
-        "strided mesh": lambda: shard(mesh=strided),
-        "strided on one rank": lambda: shard(mesh=odd),
-        "strided unit": lambda: shard(mesh=lambda name, m: strided if name else mesh_of(2), units=["head"]),
-        "two lists": lambda: with_own(units=lambda m: [[m.first, m.second], [m.second, m.head]]),
-        "foreign module": lambda: shard(units=[other.head]),
-        "foreign module in a list": lambda: shard(units=[["first", other.head]]),
-        "empty list": lambda: shard(units=[[]]),
-        "number in a list": lambda: shard(units=[["first", 3]]),
-        "root in a list": lambda: with_own(units=lambda m: [[m, m.head]]),
-        "unknown in a list": lambda: shard(units=[["first", "absent"]]),
-        "callable of a module": lambda: shard(units=lambda module: True),
-        "settings of fsdp1": lambda: shard(
-            units=policies.CustomPolicy(
-                lambda m: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(m, nn.Linear) else False
-            )
-        ),
-        "lists that differ": lambda: with_own(units=lambda m: [[m.first, m.second if rank else m.head]]),
-    }
-    said = {name: _message(call) for name, call in calls.items()}
-    model = shard()
-    train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(1))
-    dist.barrier()
-    return said
-
-
-REFUSED = {
-    "root ignored": ("ValueError", "all 7 parameters of this IntegerNet", "leave shard_model"),
-    "root ignored, bare": ("ValueError", "all 7 parameters of this IntegerNet", "Pass only the parameters to ignore"),
-    "all parameters ignored": ("ValueError", "all 7 parameters of this IntegerNet", "no parameter would be sharded"),
-    "all modules ignored": (
-        "ValueError",
-        "all 7 parameters of this IntegerNet",
-        "Pass only the parameters to ignore",
-    ),
-    "init": (
-        "TypeError",
-        "param_init_fn must be a callable(module) or None, got 'reset_parameters'",
-        "Pass a function",
-    ),
-    "strided mesh": ("ValueError", "[[0, 2], [1, 3]]", "must be neighbors", "Use [[0, 1], [2, 3]]"),
-    "strided on one rank": ("[[0, 2], [1, 3]]", "must be neighbors", "Use [[0, 1], [2, 3]]"),
-    "strided unit": ("ValueError", "[[0, 2], [1, 3]]", "Use [[0, 1], [2, 3]]"),
-    "two lists": ("ValueError", "module 'second' in 'first+second' and in 'second+head'", "Remove it from one of them"),
-    "foreign module": ("ValueError", "units contains a Linear, which this model does not have", "or names from"),
-    "foreign module in a list": ("ValueError", "units contains a Linear, which this model does not have"),
-    "empty list": ("ValueError", "units contains an empty list"),
-    "number in a list": ("TypeError", "units contains 3, which is not supported. Use modules, their classes, or names"),
-    "root in a list": (
-        "ValueError",
-        "a list that includes the model itself (IntegerNet)",
-        "remove it from the list",
-    ),
-    "unknown in a list": (
-        "ValueError",
-        "units contains 'absent', which this model does not have",
-        "modules first, second",
-    ),
-    "callable of a module": ("TypeError", "cannot be called with a name and a module", "callable(name, module)"),
-    "settings of fsdp1": (
-        "ValueError",
-        "returns the settings",
-        "for module 'first'",
-        "SHARD_GRAD_OP",
-        "reshard_after_forward=",
-    ),
-    "lists that differ": ("ValueError", "ranks disagree", "modules that call unit 'first+head'"),
-}
-
-
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return run_ranks(_refusals, world_size=WORLD)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded_so_is_refused_on_every_rank(name: str, said: list[dict[str, str]]) -> None:
-    for rank, of_rank in enumerate(said):
-        for part in REFUSED[name]:
-            assert part in of_rank[name], f"rank {rank}: {of_rank[name] or 'nothing was raised'}"
 
 
 @pytest.mark.slow

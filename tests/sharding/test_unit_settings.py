@@ -117,37 +117,6 @@ def test_the_last_unit_stays_gathered_for_its_backward(rank: int) -> None:
         assert not any(unit.gathered for unit in lz_state.units)
 
 
-@on_ranks(world_size=2)
-def test_settings_of_units_that_are_wrong_are_refused(rank: int) -> None:
-    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        (
-            {"mp_policy": lambda name, module: torch.bfloat16},
-            TypeError,
-            r"result of mp_policy\('', module\) must.*got dtype",
-        ),
-        ({"mp_policy": "bf16"}, TypeError, "mp_policy must be .*MixedPrecisionPolicy.*got str"),
-        (
-            {"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)},
-            TypeError,
-            "mp_policy.param_dtype must be a floating",
-        ),
-        ({"reshard_after_forward": lambda name, module: 4}, ValueError, r"reshard_after_forward\('', module\).* is 4"),
-        ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be a bool.*'yes'"),
-    ]
-    for settings, kind, text in refused:
-        with pytest.raises(kind, match=text):
-            shard(blocks(), **settings)
-    odd = {
-        "reshard_after_forward": lambda name, module: rank == 0,
-        "mp_policy": lambda n, m: BF16 if rank else FP32_NORM,
-    }
-    for setting, value in odd.items():
-        with pytest.raises(ValueError, match=rf"ranks disagree.*{setting} of unit '"):
-            shard(blocks(), **{setting: value})
-    with pytest.raises(TypeError, match="one mp_policy for the full model"):
-        layerzero.verify(blocks, lambda *_: None, mp_policy=_policy)
-
-
 # --- several modules, one unit ---
 
 
@@ -271,27 +240,6 @@ def test_modules_of_one_unit_that_follow_each_other_are_gathered_once(rank: int)
     with torch.no_grad():
         model(batch(rank, 0))
     assert layerzero.memory(model).measured["full_buffer"] == 0
-
-
-@on_ranks(world_size=1)
-def test_groups_that_cannot_be_one_unit_are_refused(rank: int) -> None:
-    refused: list[tuple[Any, str]] = [
-        (lambda name, module: "body" if name in ("norm", "body") else name == "head", ""),
-        (lambda name, module: "body" if name == "norm" else name == "body", "'body' as a key, but .* is a unit, too"),
-        (
-            lambda name, module: "all" if name in ("norm", "units") else False,
-            r"unit 'all' \(ModuleList\) does not define forward",
-        ),
-        (lambda name, module: "act" if name.startswith("act") else False, r"unit 'act' \(GELU\) has no parameters"),
-    ]
-    for units, text in refused:
-        model = TwoInOne(apart=False)
-        model.units, model.act1, model.act2 = nn.ModuleList([Block()]), nn.GELU(), nn.GELU()
-        if not text:
-            shard(model, size=1, units=units)
-            continue
-        with pytest.raises(ValueError, match=text):
-            shard(model, size=1, units=units)
 
 
 # --- units="auto" ---
