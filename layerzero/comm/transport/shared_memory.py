@@ -50,9 +50,9 @@ from layerzero.comm.transport.shm_buffers import (
     SharedSendBuffer,
     aligned_bytes,
 )
+from layerzero.comm.transport.shm_counters import wait_for_peers
 from layerzero.comm.transport.shm_rendezvous import map_shared_segment
 from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
-from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import Size
 from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import PendingWait, ThreadStream
@@ -205,18 +205,11 @@ class SharedMemoryTransport(Transport):
 
     def wait(self, counter: int, target: int, name: str) -> None:
         """Wait until the counter with index `counter` is at least `target` on all ranks."""
-        comm, counters = self._mesh_info.zero3_gather_comm, self._segment.counters
-        if not counters.ranks_below(counter, target):
-            counters.wait(counter, target)
-            return
-        doing = display_name(Collective.REFRESH, name)
-        try:
-            named = NamedWait(doing, lambda store: counters.absent(counter, target))
-            with profiler_range("wait", Collective.GATHER.value, name), waiting(named):
-                counters.wait(counter, target)
-        except RuntimeError as error:
-            # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
-            raise collective_error(comm, Collective.REFRESH, name, error) from error
+        # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
+        refresh = Collective.REFRESH
+        explain = partial(collective_error, self._mesh_info.zero3_gather_comm, refresh, name)
+        with profiler_range("wait", Collective.GATHER.value, name):
+            wait_for_peers(self._segment.counters, counter, target, doing=display_name(refresh, name), explain=explain)
 
 
 def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.comm.transport.shm_counters import LINE, SharedCounters
+from layerzero.comm.transport.shm_counters import LINE, SharedCounters, wait_for_peers
 from layerzero.comm.transport.shm_segment import SharedSegment
-from layerzero.comm.waits import NamedWait, waiting
 from layerzero.device.buffer_pools import BufferPool, Size
 
 __all__ = [
@@ -113,7 +112,7 @@ class SharedBufferPool(BufferPool):
 
     def wait_consumed(self, buffer: Tensor) -> None:
         """Wait until all ranks have added the gradient last sent from `buffer`. The buffer may then be overwritten."""
-        self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
+        self._wait_consumed(self._sent_as.get(buffer.data_ptr(), 0))
 
     def contains(self, tensor: Tensor) -> bool:
         """Return whether `tensor` starts at the address of a buffer in this pool."""
@@ -142,7 +141,7 @@ class SharedBufferPool(BufferPool):
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
         number = self._sent + 1
-        self._wait(CONSUMED, max(0, number - _RING))
+        self._wait_consumed(max(0, number - _RING))
         index = 2 * (number % _RING)
         ring = self._rings[self._memory.rank]
         ring[index], ring[index + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
@@ -173,14 +172,8 @@ class SharedBufferPool(BufferPool):
         self._added = number
         self._counters.increment(CONSUMED)
 
-    def _wait(self, counter: int, target: int) -> None:
-        if not self._counters.ranks_below(counter, target):
-            return
-        try:
-            with waiting(NamedWait("hop 1", lambda store: self._counters.absent(counter, target))):
-                self._counters.wait(counter, target)
-        except RuntimeError as error:
-            raise self._explain(error) from error
+    def _wait_consumed(self, number: int) -> None:
+        wait_for_peers(self._counters, CONSUMED, number, doing="hop 1", explain=self._explain)
 
 
 class SharedSendBuffer(SendBuffer):

@@ -29,11 +29,11 @@ import platform
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from layerzero.comm.waits import raise_verdict
+from layerzero.comm.waits import NamedWait, raise_verdict, waiting
 
-__all__ = ["LINE", "SharedCounters", "unsupported_platform_reason"]
+__all__ = ["LINE", "SharedCounters", "unsupported_platform_reason", "wait_for_peers"]
 
 LINE = 64  # bytes in a cache line
 _SLICE = 0.05  # seconds
@@ -162,6 +162,25 @@ class SharedCounters:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind: int = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
+
+
+def wait_for_peers(
+    counters: SharedCounters, counter: int, target: int, *, doing: str, explain: Callable[[Exception], Exception]
+) -> None:
+    """Wait until the counter with index `counter` of every other rank has reached `target`.
+
+    Args:
+        doing: name of the operation, for messages.
+        explain: function that returns the error to raise after a failed wait.
+    """
+    if not counters.ranks_below(counter, target):
+        counters.wait(counter, target)
+        return
+    try:
+        with waiting(NamedWait(doing, lambda store: counters.absent(counter, target))):
+            counters.wait(counter, target)
+    except RuntimeError as error:
+        raise explain(error) from error
 
 
 def _os_error(call: str) -> OSError:
