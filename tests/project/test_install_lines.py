@@ -78,24 +78,3 @@ def test_every_install_line_brings_what_it_promises() -> None:
 def test_nothing_names_the_package_of_somebody_else() -> None:
     assert [path.name for path, text in _texts() if STRANGER.search(text)] == []
     assert PROJECT["name"] != "layerzero"
-
-
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("pip install layerzero[cli]", ["layerzero[cli]"]),
-        ("`pip install layerzero` or", ["layerzero"]),
-        ('`pip install ".[cli]"`, then', []),
-        ('`pip install ".[cli,checkpoint]"`', []),
-        ("`pip install .` in a checkout", []),
-        ('pip install ".[everything]"', [".[everything]"]),
-        ("needs PyYAML: pip install PyYAML", []),
-        ("pip install --no-deps -r requirements-megatron.txt", []),
-        ("pip install --no-deps -r requirements-moon.txt", ["-r requirements-moon.txt"]),
-        ("`pip install torch-layerzero[cli]`", []),
-        ('`pip install --upgrade "megatron-core>=0.16,<0.17" yaml`', ["yaml"]),
-    ],
-)
-def test_lines_are_read_right(line: str, wrong: list[str]) -> None:
-    (found,) = INSTALL.findall(line)
-    assert [requirement for requirement in _requirements(found) if wrong_with(requirement)] == wrong

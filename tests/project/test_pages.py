@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from importlib.util import find_spec
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import typer
@@ -129,68 +127,5 @@ def test_every_command_exists_with_its_options() -> None:
     assert len(told) > 50
 
 
-@pytest.mark.parametrize(
-    ("command", "right"),
-    [
-        ("make test ARGS='-k x'", True),
-        ("make everything", False),
-        ("layerzero export a b --ema", True),
-        ("layerzero export a", False),
-        ("python -m layerzero export a b --emma", False),
-        ("layerzero unknown", False),
-        ("torchrun --nproc-per-node 4 examples/train_gpt.py --steps 3", True),
-        ("torchrun --processes 4 examples/train_gpt.py", False),
-        ("torchrun --nproc-per-node 4 examples/nothing.py", False),
-        ("torchrun -m torchtitan.train --module llama3", True),
-        pytest.param(
-            "torchrun -m torchtitan.trian --module llama3",
-            False,
-            marks=pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan"),
-        ),
-        ("torchrun -m nobodys.train", False),
-        ("python -m benchmarks.nothing", False),
-    ],
-)
-def test_commands_are_read_right(command: str, right: bool) -> None:
-    assert (wrong_with(command) is None) == right
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-PAGE = """
-<!-- before
-x = 1
--->
-<!-- write: 2 | 3 -->
-
-```python
-y = x + 3
-```
-
-<!-- after
-assert y == 3
--->
-"""
-
-
-@pytest.mark.parametrize(
-    ("page", "error"),
-    [
-        (PAGE, None),
-        (PAGE.replace("x = 1", "pass"), "NameError"),
-        (PAGE.replace("y == 3", "y == 4"), "AssertionError"),
-        (PAGE.replace("2 | 3", "2 | 7").replace("y == 3", "y == 4"), "no snippet has"),
-        (PAGE.replace("y = x + 3", "y = = 3"), "SyntaxError"),
-    ],
-)
-def test_a_wrong_page_is_noticed(page: str, error: str | None, tmp_path: Path) -> None:
-    path = ROOT / "docs" / "start.md"  # for its name
-    with mock.patch.object(Path, "read_text", lambda *_, **__: page):
-        read = read_page(path)
-    if error is None:
-        assert run_ranks(run_page, read, world_size=1) == [1]
-    else:
-        with pytest.raises(AssertionError, match=error):
-            run_ranks(run_page, read, world_size=1)

@@ -67,17 +67,6 @@ def test_wide_tables_and_code_scroll_in_their_own_box(address: str, browser: Bro
         assert set(browser.run(script)) == {"auto"}, box
 
 
-def test_a_page_that_is_too_wide_is_noticed(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text('<body style="margin: 0"><p style="width: 500px">wide</p>')
-    (tmp_path / "boxed.html").write_text('<div style="overflow-x: auto"><p style="width: 500px">wide</p></div>')
-    browser.show(f"file://{tmp_path}/page.html", width=420)
-    assert browser.overflow() == ["500 pixels", '<p style="width: 500px">wide</p>']
-    browser.show(f"file://{tmp_path}/page.html", width=500)
-    assert browser.overflow() == []
-    browser.show(f"file://{tmp_path}/boxed.html", width=420)
-    assert browser.overflow() == []
-
-
 def search(address: str, browser: Browser, words: str) -> list[str]:
     """Type words into the search of the site, and return the addresses that it finds."""
     browser.show(f"{address}/?q={words}", width=1400)

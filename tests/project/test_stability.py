@@ -7,8 +7,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
 PACKAGES = ("layerzero", "layerzero.checkpoint", "layerzero.optimizers", "layerzero.planning", "layerzero.megatron")
@@ -49,15 +47,3 @@ def test_each_public_name_is_on_the_page_exactly_once() -> None:
     public = public_names()
     assert public - counts == Counter(), "public names that the page does not list"
     assert counts - public == Counter(), "names that are listed twice, or that are not public"
-
-
-@pytest.mark.parametrize(
-    ("page", "listed"),
-    [
-        ("## a\n| stable | `x`, `y` |\n", [("a.x", "stable"), ("a.y", "stable")]),
-        ("## a\n| stable | `x` |\n## b.c\n| experimental | `x` |\n", [("a.x", "stable"), ("b.c.x", "experimental")]),
-        ("## a\nThe name `x` in a sentence.\n", []),
-    ],
-)
-def test_pages_are_read_by_section_and_tier(page: str, listed: list[tuple[str, str]]) -> None:
-    assert names_with_tiers(page) == listed
