@@ -11,14 +11,13 @@ import warnings
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import layerzero
 from layerzero import Offload
-from layerzero.engine.gradient_offload import AccumulatorAllocator, _Slabs
+from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     IN_FLIGHT,
@@ -41,30 +40,16 @@ MODES = ("sharded", "full", "local")
 CPU = torch.device("cpu")
 
 
-# The stand-in detects what it is meant to detect
+# Slabs
 
 
-def _accumulators() -> tuple[list[Any], LateTransfers]:
-    transfers = LateTransfers(CPU)
-    made = AccumulatorAllocator(CPU, transfers)
-    return [made.make(f"unit {index}", 4, torch.float32) for index in range(4)], transfers
-
-
-def test_contents_come_back_through_two_slabs() -> None:
-    accumulators, transfers = _accumulators()
-    for index, accumulator in enumerate(accumulators):
-        accumulator.open(keep=False).fill_(index)
-        accumulator.close(keep=True)
-    for turn in range(3):
-        for index, accumulator in enumerate(accumulators):
-            assert accumulator.open(keep=True).eq(index + turn).all()
-            accumulator.open(keep=True).add_(1)
-            accumulator.close(keep=True)
-    assert transfers.stores == 16 and transfers.fetches >= 10
+def _accumulators() -> list[Any]:
+    allocator = AccumulatorAllocator(CPU, LateTransfers(CPU))
+    return [allocator.make(f"unit {index}", 4, torch.float32) for index in range(4)]
 
 
 def test_an_unclosed_accumulator_is_stored_when_another_unit_needs_its_slab() -> None:
-    (first, *others), _ = _accumulators()
+    first, *others = _accumulators()
     first.open(keep=False).fill_(7)
     for other in others:
         other.open(keep=False).fill_(1)
@@ -72,7 +57,7 @@ def test_an_unclosed_accumulator_is_stored_when_another_unit_needs_its_slab() ->
 
 
 def test_a_busy_accumulator_keeps_its_slab() -> None:
-    (first, *others), _ = _accumulators()
+    first, *others = _accumulators()
     opened = first.open(keep=False).fill_(1)
     leases = ExitStack()
     first.lease(leases)
@@ -90,17 +75,6 @@ def test_a_busy_accumulator_keeps_its_slab() -> None:
             each.lease(leases)
         with pytest.raises(AssertionError, match="collectives read both slabs"):
             others[0].open(keep=True)
-
-
-def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
-    with mock.patch.object(_Slabs, "wait", lambda self, slab: None):
-        accumulators, transfers = _accumulators()
-        for index, accumulator in enumerate(accumulators):
-            accumulator.open(keep=False).fill_(index)
-            accumulator.close(keep=True)
-        assert not accumulators[0].open(keep=True).eq(0).any()
-        with pytest.raises(AssertionError, match="written before a copy"):
-            transfers.wait(10**6)
 
 
 @on_ranks(world_size=1)

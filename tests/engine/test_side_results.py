@@ -278,15 +278,12 @@ def _hidden(net: nn.Module, x: Tensor) -> Tensor:
     return (made() if callable(made) else next(made)).sum()
 
 
-def _refuse_hidden(rank: int, size: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_results_that_no_hook_sees_are_an_error(rank: int) -> None:
     for kind in ("iterator", "function"):
-        model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(size), units={Odd})
+        model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(4), units={Odd})
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
             _hidden(model[0], _batch(0, rank)).backward()
-
-
-def test_results_that_no_hook_sees_are_an_error() -> None:
-    run_ranks(_refuse_hidden, 4, world_size=WORLD)
 
 
 class Silent(nn.Module):
