@@ -47,7 +47,7 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["HandleGradients", "HandleReduction", "Inspect"]
+__all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 

@@ -1,4 +1,4 @@
-"""Grids, reduction specs and gradient buffers of all ranks in one process, without communication."""
+"""Grids, reduction specs, and what reductions lend and wait for, in one process, without communication."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from layerzero.comm.transport.base import SendBuffer
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.gradient_storage import PersistentStorage, PooledStorage
+from layerzero.engine.handle_gradients import PendingSlots
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
@@ -227,3 +228,25 @@ def test_a_send_buffer_is_lent_until_the_collective_ends() -> None:
         assert scratch.lend_send_buffer(F32, pool, leases) is first
         assert scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
     assert pool.acquire(4, torch.bfloat16) is copied and pool.acquire(4, F32) is first
+
+
+def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come() -> None:
+    each = PendingSlots(3)
+    each.mark_ready(1)
+    assert each.has_begun and not each.all_ready
+    each.close(lambda slot: slot != 2)
+    assert not each.all_ready, "slot 0 is still coming"
+    each.mark_ready(0)
+    assert each.all_ready
+    each.end()
+    assert not each.has_begun and not each.all_ready
+    for slot in range(3):
+        each.mark_ready(slot)
+    assert not each.all_ready, "no rank launches before the backward has passed the unit"
+    each.close(lambda slot: True)
+    assert each.all_ready
+    each.end()
+    each.set_trainable([False, True, False])
+    each.mark_ready(1)
+    each.close(lambda slot: True)
+    assert each.all_ready
