@@ -40,12 +40,12 @@ class MutationTracker:
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
         self.was_zeroed = False  # True after zero_(), until the owner of the storage resets it
 
-    def replace_for_new_storage(self, reason: str) -> MutationTracker:
-        """Return a tracker for the rows' new storage, and refuse further use of the old storage.
-
-        Any later use of the old storage raises RuntimeError with the message `reason`.
-        """
-        self.access_error = reason
+    def replace_for_new_storage(self) -> MutationTracker:
+        """Return a tracker for the rows' new storage. Any later use of the old storage raises RuntimeError."""
+        self.access_error = (
+            "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters. "
+            "Read them from the parameter again"
+        )
         new = MutationTracker()
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new

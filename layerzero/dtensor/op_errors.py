@@ -8,17 +8,12 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = [
     "FROZEN_DTYPE_MESSAGE",
-    "STALE_ROWS_MESSAGE",
     "named_error",
     "no_gradient_message",
     "not_gathered",
     "unsupported",
 ]
 
-STALE_ROWS_MESSAGE = (
-    "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters. Read "
-    "them from the parameter again"
-)
 FROZEN_DTYPE_MESSAGE = (
     "parameter {!r} was frozen when it was sharded, and its master has dtype {}, which is too coarse for training. "
     "Unfreeze it before shard_model, or convert it to float32 before shard_model"

@@ -17,7 +17,7 @@ from layerzero.device.streams import Waitable
 from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MasterState, MutationTracker
-from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE, STALE_ROWS_MESSAGE
+from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
@@ -212,7 +212,7 @@ class Handle:
         """
         self.weights.change_layout(layout)
         self.layout = layout
-        self.tracker = self.tracker.replace_for_new_storage(STALE_ROWS_MESSAGE)
+        self.tracker = self.tracker.replace_for_new_storage()
         for slot, member in zip(layout.slots, self.members, strict=True):
             member.change_rows(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)
         if self.gradients is not None:
