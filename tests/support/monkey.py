@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,31 +42,28 @@ class Program(NamedTuple):
     operations: tuple[Operation, ...]
 
 
-class Rounded(torch.optim.SGD):
-    """SGD whose parameters are small integers after each step."""
+class _Rounding:
+    """Optimizer whose parameters are small integers after each step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        _round(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.round_().clamp_(-2, 2)
 
 
-class RoundedMuon(torch.optim.Muon):
-    """Muon, which needs full matrices, with parameters that are small integers after each step."""
+class Rounded(_Rounding, torch.optim.SGD):
+    """SGD with rounding."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        super().step()
-        _round(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+class RoundedMuon(_Rounding, torch.optim.Muon):
+    """Muon, which needs full matrices, with rounding."""
 
 
 def _by_unit(name: str, module: nn.Module) -> str:
     return "full" if name in ("first", "head") else "sharded"
-
-
-def _round(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.round_().clamp_(-2, 2)
 
 
 class _Broken(Exception):
