@@ -15,25 +15,6 @@ def _shapes(values: dict[str, Any]) -> list[torch.Size]:
     return [value.shape for value in values.values() if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize("rest", [(), (3,), (3, 2)])
-def test_parameters_gradients_and_state_have_two_elements_inside_and_none_outside(rest: tuple[int, ...]) -> None:
-    parameter = nn.Parameter(torch.empty(0, *rest, dtype=torch.float64))
-    rows, whole = parameter.data_ptr(), (2, *(1 for _ in rest))
-    kept = torch.empty(0, *rest)
-    state: dict[Tensor, Any] = {parameter: {"kept": kept, "nested": [torch.empty(0, *rest)], "count": 1}}
-    placeholders = Placeholders()
-    for has_gradient in (True, False, True):
-        parameter.grad = torch.empty_like(parameter) if has_gradient else None
-        with torch.no_grad(), placeholders.replacing([parameter], lambda: state):
-            assert parameter.shape == whole and parameter.dtype == torch.float64 and not parameter.any()
-            assert (parameter.grad is not None) == has_gradient
-            assert parameter.grad is None or (parameter.grad.shape == whole and not parameter.grad.any())
-            assert state[parameter]["kept"] is kept and kept.shape == state[parameter]["nested"][0].shape == whole
-            assert kept.dtype == torch.float32
-        assert parameter.shape == kept.shape == state[parameter]["nested"][0].shape == (0, *rest)
-        assert parameter.grad is None and parameter.data_ptr() == rows and state[parameter]["count"] == 1
-
-
 def test_what_an_optimizer_keeps_lives_from_step_to_step_and_ends_with_a_load() -> None:
     parameter = nn.Parameter(torch.empty(0))
     state: dict[Tensor, Any] = {parameter: {}}
