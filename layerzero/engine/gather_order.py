@@ -77,7 +77,7 @@ class GatherOrderCheck:
             if len(self._history) >= 2 * _REMEMBERED:
                 self._drop_old_history()
         else:
-            self._repeats = self._predicted_place()
+            self._repeats = self._predicted_index()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
@@ -122,7 +122,7 @@ class GatherOrderCheck:
     def _format_units(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
-    def _predicted_place(self) -> int:
+    def _predicted_index(self) -> int:
         """Return the index of the gather that followed the best match of the latest gathers, or -1 without a match.
 
         The best match is the longest one and, among equals, the most recent one.
@@ -143,4 +143,4 @@ class GatherOrderCheck:
     def _drop_old_history(self) -> None:
         num_dropped = len(self._history) - _REMEMBERED
         del self._history[:num_dropped]
-        self._repeats = self._repeats - num_dropped if self._repeats >= num_dropped else self._predicted_place()
+        self._repeats = self._repeats - num_dropped if self._repeats >= num_dropped else self._predicted_index()

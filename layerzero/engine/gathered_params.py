@@ -114,13 +114,13 @@ class GatheredParams:
         self._counters = [compute]
 
     def make(
-        self, place: slice, original: Tensor, model_parallel: ModelParallelSpec | None, *, offers_main_grad: bool
+        self, elements: slice, original: Tensor, model_parallel: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
-        """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`.
+        """Create a gathered parameter for `elements` of the flat order, with the shape and strides of `original`.
 
         If `offers_main_grad` is True, the parameter has ``main_grad``, unless it is a DTensor.
         """
-        full = self._compute[place].view(original.shape)
+        full = self._compute[elements].view(original.shape)
         if not is_row_major(original):
             self._strided.append(StridedParam(full, like=original))
             full = self._strided[-1].tensor

@@ -58,7 +58,7 @@ class UnitCall:
 
     def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
-        return self.forward_pass is not None and self.forward_pass is use.forward_pass and self._position < use.place
+        return self.forward_pass is not None and self.forward_pass is use.forward_pass and self._position < use.position
 
     def is_after(self, call: UnitCall) -> bool:
         """Return whether this call began after `call` had returned, in the same forward pass."""
@@ -187,15 +187,15 @@ class GatheredUse:
             freed before the use. None: the use records no gradients, or no such pass exists.
     """
 
-    __slots__ = ("_forward", "awaits_backward", "place", "units")
+    __slots__ = ("_forward", "awaits_backward", "position", "units")
 
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
-        self.place = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
+        self.position = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
         self.awaits_backward = False  # True if a graph was recorded and its backward pass has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
-            forward.uses.append((self.place, units))
+            forward.uses.append((self.position, units))
 
     @property
     def forward_pass(self) -> ForwardPass | None:

@@ -79,7 +79,7 @@ class Unit:
         self._policy_casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
         self._casts = self._policy_casts
         self._unsharded_casts = self._casts_in({handle.precision.master for handle in handles})
-        self._places = [
+        self._module_refs = [
             (parameters, attribute, member) for member in self.members() for parameters, attribute in member.module_refs
         ]
 
@@ -226,14 +226,14 @@ class Unit:
             handle.weights.buffer.drop_post_forward()
 
     def show_gathered(self) -> None:
-        for parameters, attribute, member in self._places:
+        for parameters, attribute, member in self._module_refs:
             current = parameters.get(attribute)
             if current is not member.sharded and current is not member.shown and current is not member.gathered:
                 raise replaced_param_error(member)
             parameters[attribute] = member.shown
 
     def show_sharded(self) -> None:
-        for parameters, attribute, member in self._places:
+        for parameters, attribute, member in self._module_refs:
             parameters[attribute] = member.sharded
 
 
