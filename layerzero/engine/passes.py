@@ -99,13 +99,9 @@ class UnitCall:
 
         If `count` is None, return all of them.
         """
-        return list(
-            islice((each for each in self._earlier_calls() if each.unit.mesh_info is self.unit.mesh_info), count)
-        )
-
-    def _earlier_calls(self) -> Iterator[UnitCall]:
-        calls = (self._returned_calls[index]() for index in range(self._position - 1, -1, -1))
-        return (call for call in calls if call is not None)
+        earlier = (self._returned_calls[index]() for index in range(self._position - 1, -1, -1))
+        on_mesh = (call for call in earlier if call is not None and call.unit.mesh_info is self.unit.mesh_info)
+        return list(islice(on_mesh, count))
 
 
 class ForwardPass:
