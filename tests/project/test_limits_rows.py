@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.func import functional_call, grad, vmap
 from torch.nn.utils import prune
 
 import layerzero
@@ -109,22 +108,6 @@ def test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise(rank: in
     prune.random_unstructured(pruned.first, "weight", 0.5)
     prune.remove(pruned.first, "weight")
     _train(_shard(pruned, units=["first"]))
-
-
-@on_ranks(world_size=WORLD)
-def test_transforms_work_on_an_unsharded_copy(rank: int) -> None:
-    """Compute per-sample gradients on an unsharded copy, from full_state_dict."""
-    model = _shard(integer_net(1), units=IntegerNet.UNITS)
-    plain = integer_net()
-    plain.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
-    weights = {name: p.detach() for name, p in plain.named_parameters()}
-    of_one = grad(lambda given, x: functional_call(plain, given, (x,)).sum())
-    samples = torch.eye(5)[:3].unsqueeze(1)
-    each = vmap(of_one, in_dims=(None, 0))(weights, samples)
-    for index in range(3):
-        plain.zero_grad()
-        plain(samples[index]).sum().backward()
-        assert torch.equal(each["first.weight"][index], plain.first.weight.grad)
 
 
 @on_ranks(world_size=WORLD)
