@@ -212,6 +212,9 @@ def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out(ra
                 backward()
         with torch.no_grad():
             loss + 0.1 * model.o.weight.square().sum()  # to print it
+            model.o.weight[:, :2].fill_(0.5)
+        with pytest.raises(NotImplementedError, match=r"fill_ outside torch\.no_grad.*'o\.weight'"):
+            model.o.weight[:, :2].fill_(1)
         model.zero_grad()
         local = (2 * model.o.weight).to_local().sum() + (3 * model.scale).to_local().sum()
         (0 * model(torch.ones(2, 3)).sum() + local).backward()
