@@ -269,6 +269,9 @@ def test_forwards_inside_compute_with_what_is_full_there(rank: int) -> None:
             model(x)
         with layerzero.unsharded(model):
             assert torch.equal(model(x[:, :5]), alone(x[:, :5]))
+    wide = _shard(nested(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+    with layerzero.unsharded(wide), torch.no_grad():
+        assert wide.first(x[:, :5]).dtype == torch.float64
     with layerzero.unsharded(model.block), pytest.raises(RuntimeError, match=r"torch.no_grad\(\)"):
         model.block(x)
     model(x[:, :5]).sum().backward()
