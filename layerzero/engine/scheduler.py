@@ -24,8 +24,9 @@ A forward may compute results that it does not return, such as an auxiliary loss
 nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
 have gathered the unit. Therefore the outputs are then replaced by tensors with the same memory, whose nodes are the
 latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) Results in
-attributes of the unit's modules get the hooks, too. If the loss depends on no tensor that has a hook, as with an
-iterator, a parameter gets its gradient before the unit is gathered. This raises an error.
+attributes of the unit's modules get the hooks, too. A forward whose only result is an iterator or a function raises an
+error. In other cases in which the loss depends on no tensor that has a hook, a parameter gets its gradient before the
+unit is gathered. This raises an error, too, unless autograd has already read the freed weights.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
@@ -47,6 +48,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isroutine
 from typing import Any
 
 import torch
@@ -314,6 +316,12 @@ class Scheduler(Closable):
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         results = self._stored_results(call, in_objects=not outputs)
+        if call.unit.needs_gather and not (outputs or results) and (isroutine(output) or isinstance(output, Iterator)):
+            raise RuntimeError(
+                f"the forward of unit {call.unit.label!r} returned only a {type(output).__name__}, inside which "
+                "layerzero finds no tensors, so that a backward would read freed weights. Return the result in a "
+                "tensor, tuple, list, dict or dataclass, or call the unit in torch.no_grad()"
+            )
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
         if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
             latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]

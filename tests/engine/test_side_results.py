@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -260,30 +260,48 @@ def test_gathered_weights_of_which_nothing_is_saved_get_gradients(rank: int, siz
 
 
 class Odd(nn.Module):
-    """Layer that returns its result in a way that hides it from hooks."""
+    """Two layers that hide their result from hooks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.weight = kind, nn.Parameter(torch.randn(8, 8))
+        self.kind, self.first, self.second = kind, nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Any:
-        y = torch.tanh(x @ self.weight.sin())
+        y = self.second(torch.tanh(self.first(x)))
         if self.kind == "iterator":
             return iter([y])
-        return lambda: y
-
-
-def _hidden(net: nn.Module, x: Tensor) -> Tensor:
-    made = net(x)
-    return (made() if callable(made) else next(made)).sum()
+        return (each for each in [y]) if self.kind == "generator" else lambda: y
 
 
 @on_ranks(world_size=WORLD)
-def test_results_that_no_hook_sees_are_an_error(rank: int) -> None:
-    for kind in ("iterator", "function"):
+def test_a_forward_whose_result_no_hook_sees_is_refused(rank: int) -> None:
+    for kind in ("iterator", "generator", "function"):
         model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(4), units={Odd})
-        with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
-            _hidden(model[0], _batch(0, rank)).backward()
+        with pytest.raises(RuntimeError, match=r"unit '0' returned only a .*, inside which layerzero finds no tensors"):
+            model[0](_batch(0, rank))
+        with torch.no_grad():
+            model[0](_batch(0, rank))
+
+
+class Elsewhere(nn.Module):
+    """Layer that stores its result outside of the attributes of its module."""
+
+    made: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> None:
+        self.made.append(torch.tanh(x @ self.weight.sin()))
+
+
+@on_ranks(world_size=WORLD)
+def test_a_result_that_no_hook_sees_is_an_error_in_the_backward(rank: int) -> None:
+    model = layerzero.shard_model(nn.Sequential(Elsewhere()).double(), mesh=mesh_of(4), units={Elsewhere})
+    model[0](_batch(0, rank))
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
+        Elsewhere.made.pop().sum().backward()
 
 
 class Silent(nn.Module):
