@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
+from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
-from layerzero.engine.unit import Unit
 from tests.support.megatron_ranks import (
     HIDDEN,
     MICRO_BATCH,
@@ -93,17 +93,20 @@ def _holds(rank: int, cases: list[Case]) -> None:
                     for unit in get_state(chunk).units
                 )
 
-            gather, communicate = Unit.gather, P2PCommunicator._communicate
+            gather, communicate = Handle.gather, P2PCommunicator._communicate
 
-            def count(unit: Unit, most: list[int] = most, gathered: Any = gathered, gather: Any = gather) -> None:
-                gather(unit)
+            def count(handle: Handle, most: list[int] = most, gathered: Any = gathered, gather: Any = gather) -> None:
+                gather(handle)
                 most[0] = max(most[0], gathered())
 
             def nothing(self: Any, gathered: Any = gathered, send: Any = communicate, **kwargs: Any) -> Any:
                 assert gathered() == 0, "gathered while the stage waits for another one"
                 return send(self, **kwargs)
 
-            with mock.patch.object(Unit, "gather", count), mock.patch.object(P2PCommunicator, "_communicate", nothing):
+            with (
+                mock.patch.object(Handle, "gather", count),
+                mock.patch.object(P2PCommunicator, "_communicate", nothing),
+            ):
                 run_step(case, chunks, 0)
                 run_step(case, chunks, 1)
             # The root, the computing unit and the prefetched one. In a backward also the first unit of the chunk, whose
