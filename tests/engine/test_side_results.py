@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import layerzero
+from layerzero.engine.hooks import get_state
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
@@ -268,19 +269,28 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.second(torch.tanh(self.first(x)))
-        if self.kind == "iterator":
-            return iter([y])
-        return (each for each in [y]) if self.kind == "generator" else lambda: y
+        hidden = {"iterator": iter([y]), "generator": (each for each in [y]), "function": lambda: y}
+        return hidden.get(self.kind, y)
 
 
 @on_ranks(world_size=WORLD)
 def test_a_forward_whose_result_no_hook_sees_is_refused(rank: int) -> None:
-    for kind in ("iterator", "generator", "function"):
-        model = layerzero.shard_model(nn.Sequential(Odd(kind)).double(), mesh=mesh_of(4), units={Odd})
-        with pytest.raises(RuntimeError, match=r"unit '0' returned only a .*, inside which layerzero finds no tensors"):
-            model[0](_batch(0, rank))
+    for kind, nested in itertools.product(("iterator", "generator", "function"), (False, True)):
+        torch.manual_seed(0)
+        plain = nn.Sequential(Odd(kind), nn.Tanh()).double() if nested else Odd(kind).double()
+        model = layerzero.shard_model(copy.deepcopy(plain), mesh=mesh_of(4), units={Odd})
+        with pytest.raises(RuntimeError, match=r"returned only a .*, inside which layerzero finds no tensors"):
+            model(_batch(0, rank))
         with torch.no_grad():
-            model[0](_batch(0, rank))
+            (model[0] if nested else model)(_batch(0, rank))
+        for net in (plain, model):  # the refusal leaves a model that trains
+            (net[0] if nested else net).kind = "tensor"
+        for other in range(WORLD):
+            (plain(_batch(0, other)).sum() / WORLD).backward()
+        model(_batch(0, rank)).sum().backward()
+        for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+        assert not any(unit.gathered for unit in get_state(model).units)
 
 
 class Elsewhere(nn.Module):
