@@ -339,6 +339,14 @@ class PendingCollective:
                         work.wait(timedelta(seconds=SLICE))
                 work.wait()
 
+    def call(self, function: Callable[[], object]) -> None:
+        """Call the function that enqueues the collective on the current stream, with the errors of :meth:`wait`."""
+        try:
+            function()
+        except RuntimeError as error:
+            self._record_wait_end()
+            raise self.launched.failure_error(error) from error
+
     def make_stream_wait(self) -> None:
         """Make the current stream wait for the collective.
 
@@ -506,7 +514,7 @@ def reduce_scatter(
         if comm.uses_streams:
             work = launched.attach_transfers()
             _wait_for_last(comm.held_group)
-            function(async_op=False)
+            work.call(partial(function, async_op=False))
         else:
             work = launched.attach_transfers(function(async_op=True))
         return PendingReduction(work, flat, lambda: summands, wire, partial(pool.release, received))

@@ -152,8 +152,11 @@ def _receive_statuses(others: Sequence[int], statuses: dict[int, RankStatus], *,
     """Read statuses into `statuses` until all of `others` have reported a failure, or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
-        read_statuses(others, statuses)
-        if all(rank in statuses and statuses[rank].failed for rank in others) or time.monotonic() > deadline:
+        for rank in others:
+            read_statuses([rank], statuses)
+            if time.monotonic() > deadline:
+                return
+        if all(rank in statuses and statuses[rank].failed for rank in others):
             return
         time.sleep(_PAUSE)
 

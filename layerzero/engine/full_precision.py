@@ -47,6 +47,7 @@ class FullPrecision:
             parameter = self._leaves.make(flat_range, original, member.spec.model_parallel, offers_main_grad=False)
             parameter.requires_grad_(False)
             self.parameters[member] = parameter
+        self._version = self._leaves.version
         self.free()
 
     @property

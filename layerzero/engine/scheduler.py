@@ -76,6 +76,7 @@ __all__ = ["Scheduler"]
 
 # Every forward pass searches attributes of these classes. To search others would take longer than a small unit.
 _RESULTS, _NOT_RESULTS = {Tensor, list, tuple, dict}, {"_parameters", "_modules"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST_RESULTS = 256  # number of items of an attribute that every forward pass searches
 
 
@@ -216,15 +217,17 @@ class Scheduler(Closable):
         self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
-        forward, is_idle, awaits_backward = self._forward, self._is_idle(unit), False
+        forward, is_idle = self._forward, self._is_idle(unit)
+        is_entry = forward is not None and forward.entry_unit is unit and not self._is_running(unit)
         stays = torch.is_grad_enabled() and self._stays_gathered(unit)
         if is_idle:
             unit.show_sharded()
-        output = unit.cast_output(output)
-        if not stays:
-            output = unit.copy_aliases(output)
-        if torch.is_grad_enabled():
-            output, awaits_backward = self._hook_outputs(call, output)
+        try:
+            output, awaits_backward = self._prepare_output(call, output, stays=stays)
+        except BaseException:
+            if forward is not None and is_entry:  # torch does not call a hook again that has raised
+                self._end_forward(forward, awaits_backward=False)
+            raise
         if forward is not None and awaits_backward:
             call.record_return(forward)
             unit.keep_post_forward(forward)
@@ -233,9 +236,20 @@ class Scheduler(Closable):
                 forward.still_gathered[unit.mesh_info] = unit
             else:
                 unit.reshard()
-        if forward is not None and forward.entry_unit is unit and not self._is_running(unit):
+        if forward is not None and is_entry:
             self._end_forward(forward, awaits_backward=awaits_backward)
         return output
+
+    def _prepare_output(self, call: UnitCall, output: Any, *, stays: bool) -> tuple[Any, bool]:
+        """Return the output as the caller receives it, and whether it requires a gradient.
+
+        Args:
+            stays: True if the unit stays gathered for the backward pass.
+        """
+        output = call.unit.cast_output(output)
+        if not stays:
+            output = call.unit.copy_aliases(output)
+        return self._hook_outputs(call, output) if torch.is_grad_enabled() else (output, False)
 
     def _stays_gathered(self, unit: Unit) -> bool:
         """Return whether a unit whose forward pass has returned stays gathered until its backward pass."""
@@ -753,8 +767,8 @@ class Scheduler(Closable):
 class _Attributes:
     """Attributes of modules in which a forward pass may store results.
 
-    A module of a class of torch stores nothing itself. It is searched only if it has got more attributes than it had at
-    the first search, for instance from a hook.
+    A module of a class of torch stores nothing itself. If it has only the attributes of its class at the first search,
+    it is searched only when it has got more, for instance from a hook.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -774,8 +788,12 @@ class _Attributes:
 
 
 def _stores_nothing(module: nn.Module) -> bool:
-    """Return whether a module is of a class of torch, and no attribute has or may get a tensor as an item."""
-    if not type(module).__module__.startswith("torch.nn.modules."):
+    """Return whether a module of a class of torch has only the attributes of this class, and none for tensors."""
+    kind = type(module)
+    if not kind.__module__.startswith("torch.nn.modules."):
+        return False
+    declared = (vars(each).get(name, ()) for each in kind.__mro__ for name in ("__constants__", "__annotations__"))
+    if not vars(module).keys() <= _OF_EVERY_MODULE.union(*declared):  # the user may set another attribute again
         return False
     names = vars(module).keys() - _NOT_RESULTS - {"_buffers"}
     found = [value for name in names if (value := vars(module)[name]).__class__ in _RESULTS]

@@ -8,11 +8,13 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import layerzero
+from layerzero.comm import failure_report
 from layerzero.comm.failure_report import CollectiveError
 from layerzero.comm.mesh_info import mesh_of_ranks
 from tests.support.crashing import survivors
@@ -35,8 +37,11 @@ def _stop(process: int) -> None:
         time.sleep(0.01)
 
 
-def _trains_without_a_peer(rank: int, size: int) -> str:
-    """Return the log and the error of rank 1, which trains without rank 2. Rank 0, which serves the store, stops."""
+def _trains_without_a_peer(rank: int, size: int, has_answered: bool) -> str:
+    """Return the log and the error of rank 1, which trains without rank 2. Rank 0, which serves the store, stops.
+
+    If `has_answered` is True, it stops when rank 1 reads the statuses of other ranks, and not before.
+    """
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.set("server", str(os.getpid()))
@@ -50,7 +55,16 @@ def _trains_without_a_peer(rank: int, size: int) -> str:
         store.set("ready", "")
         return ""
     store.wait(["ready"])
-    _stop(int(store.get("server")))
+    server, receive = int(store.get("server")), failure_report._receive_statuses
+
+    def stop_and_receive(*args: Any, **settings: Any) -> None:
+        _stop(server)
+        receive(*args, **settings)
+
+    if has_answered:
+        failure_report._receive_statuses = stop_and_receive
+    else:
+        _stop(server)
     with logged() as lines:
         try:
             train(model, optimizer, rank, range(2, 4))
@@ -60,13 +74,16 @@ def _trains_without_a_peer(rank: int, size: int) -> str:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("size", [1, 2], ids=["sum", "gather"])
-def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path, size: int) -> None:
-    act, timeout = partial(_trains_without_a_peer, size=size), timedelta(seconds=TIMEOUT)
+@pytest.mark.parametrize(
+    ("size", "has_answered"), [(1, False), (2, False), (2, True)], ids=["sum", "gather", "gather, after an answer"]
+)
+def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path, size: int, has_answered: bool) -> None:
+    act, timeout = partial(_trains_without_a_peer, size=size, has_answered=has_answered), timedelta(seconds=TIMEOUT)
     told = survivors(tmp_path, act, world_size=3, victim=0, timeout=timeout)[1].splitlines()
-    (late,) = [line for line in told if line.startswith("layerzero: late by")]
-    assert "is pending on rank 1: the store has not answered for " in late, late
-    assert "has stopped, or this machine cannot reach it" in late
+    if not has_answered:
+        (late,) = [line for line in told if line.startswith("layerzero: late by")]
+        assert "is pending on rank 1: the store has not answered for " in late, late
+        assert "has stopped, or this machine cannot reach it" in late
     doing = "gather of " if size == 2 else "hop 2 of "
     assert told[-1].startswith(f"raised: layerzero: {doing}"), told
     assert f"rank 2 did not take part within {TIMEOUT} s; the rendezvous store does not answer" in told[-1]

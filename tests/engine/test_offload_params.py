@@ -224,3 +224,40 @@ def test_what_lies_in_the_host_is_pinned_unless_the_user_says_otherwise(pin_memo
     with mock.patch("torch.empty", noting):
         HostShard(4, torch.float32, transfers, mock.Mock())
     assert asked == [pin_memory]
+
+
+class _RecordedCopies(HostDeviceCopies):
+    """Records which events each copy follows, and which events the current stream waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.record: list[tuple[str, Any]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool, after: Any = ()) -> Any:
+        self.record.append(("store" if to_host else "fetch", [event for event in after if event is not None]))
+        return len(self.record)
+
+    def wait(self, mark: Any) -> None:
+        self.record.append(("wait", mark))
+
+    def finish(self, mark: Any) -> None:
+        self.record.append(("finish", mark))
+
+
+def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_launched() -> None:
+    copies, pool = _RecordedCopies(), mock.Mock()
+    pool.release = lambda scratch: copies.record.append(("release", scratch))
+    shard, full = HostShard(2, torch.float32, copies, pool), torch.empty(2)
+    shard.start_fetch(full)
+    shard.store(full)
+    shard.start_fetch(full).wait()
+    shard.read_on_host()
+    assert copies.record == [
+        ("fetch", []),
+        ("store", [1]),  # must not overwrite what the fetch reads
+        ("wait", 2),
+        ("release", full),
+        ("fetch", [2]),
+        ("wait", 5),
+        ("finish", 2),
+    ]

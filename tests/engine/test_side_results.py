@@ -285,6 +285,8 @@ def test_a_forward_whose_result_no_hook_sees_is_refused(rank: int) -> None:
             (model[0] if nested else model)(_batch(0, rank))
         for net in (plain, model):  # the refusal leaves a model that trains
             (net[0] if nested else net).kind = "tensor"
+            with torch.no_grad():
+                net.get_parameter("0.first.weight" if nested else "first.weight").mul_(2)
         for other in range(WORLD):
             (plain(_batch(0, other)).sum() / WORLD).backward()
         model(_batch(0, rank)).sum().backward()
@@ -369,10 +371,13 @@ def test_a_loss_that_only_an_attribute_holds_has_the_gradients_of_one_process(ra
         _train(rank, make(kind).double(), units, _stored_loss, size)
 
 
+@pytest.mark.parametrize("has_attribute", [False, True])
 @on_ranks(world_size=2)
-def test_a_hook_may_store_a_loss_on_a_layer_of_torch_after_the_first_step(rank: int) -> None:
+def test_a_hook_may_store_a_loss_on_a_layer_of_torch_after_the_first_step(rank: int, has_attribute: bool) -> None:
     torch.manual_seed(0)
     alone = Silent("beside").double()
+    if has_attribute:
+        alone.body[2].energy = None
     model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh_of(2))
     for net in (alone, model):
         _stored_loss(net, _batch(0, 0)).backward()

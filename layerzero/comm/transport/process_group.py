@@ -122,7 +122,8 @@ class GatheredFullBuffer(FullBuffer):
         fetch = self._host_shard.start_fetch(self._input)
         if self._comm.size == 1:
             return fetch
-        # Unless the shard is encoded first, the computation does not wait for the copy.
+        # The copy stream launches the gather, so the computation does not wait for the copy. Encoding runs on the
+        # current stream.
         with self._host_shard.on_copy_stream() if self._codec is None else nullcontext():
             fetch.wait()
             if self.encoded_bytes:

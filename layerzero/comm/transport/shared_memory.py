@@ -205,11 +205,15 @@ class SharedMemoryTransport(Transport):
 
     def wait(self, counter: int, target: int, name: str) -> None:
         """Wait until the counter with index `counter` is at least `target` on all ranks."""
+        counters = self._segment.counters
+        if not counters.ranks_below(counter, target):
+            counters.wait(counter, target)
+            return
         # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
         refresh = Collective.REFRESH
         explain = partial(collective_error, self._mesh_info.zero3_gather_comm, refresh, name)
         with profiler_range("wait", Collective.GATHER.value, name):
-            wait_for_peers(self._segment.counters, counter, target, doing=display_name(refresh, name), explain=explain)
+            wait_for_peers(counters, counter, target, doing=display_name(refresh, name), explain=explain)
 
 
 def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:

@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
+from layerzero.comm.transport.shm_buffers import SharedBufferPool
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
     assert_close,
+    backward,
+    backward_alone,
     different,
+    exact_sgd,
     full_gradients,
     full_parameters,
+    integer_net,
 )
 from tests.support.ranks import every_nth_setting, on_ranks
 from tests.support.ranks import run_sharing as run_ranks
@@ -85,6 +92,30 @@ def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_collectives
     world: int, sizes: tuple[int, ...], stride: int
 ) -> None:
     run_ranks(_like_collectives, sizes, 0, stride, world_size=world)
+
+
+@on_ranks(world_size=2, shared_memory="auto")
+def test_a_neighbor_that_reads_late_reads_what_was_sent(rank: int) -> None:
+    """Delay the reads of rank 1 from memory that rank 0 writes again in its next backward."""
+    net = integer_net()
+    model = layerzero.shard_model(integer_net(), zero3_size=2, accumulation="full")
+    optimizer, alone = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(net.parameters())
+    parts = SharedBufferPool.parts
+
+    def late(self: SharedBufferPool, *args: Any) -> Any:
+        if rank == 1:
+            time.sleep(0.2)
+        return parts(self, *args)
+
+    with mock.patch.object(SharedBufferPool, "parts", late):
+        for step in range(3):
+            for micro_batch in (2 * step, 2 * step + 1):  # each of them reduces
+                backward(model, rank, micro_batch)
+                backward_alone(net, micro_batch, world_size=2)
+            for each in (optimizer, alone):
+                each.step()
+                each.zero_grad()
+    assert not different(full_parameters(model), dict(net.named_parameters()))
 
 
 @on_ranks(world_size=4, shared_memory="auto")
