@@ -31,7 +31,8 @@ def wrap(
     model_chunks: nn.Module | Sequence[nn.Module],
     config: Any,
     *,
-    zero3_size: int,
+    zero3_size: int | None = None,
+    groups: ProcessGroups | None = None,
     units: Units = None,
     mp_policy: Policy | None = None,
     accumulation: Accumulation = "sharded",
@@ -50,7 +51,9 @@ def wrap(
         model_chunks: Megatron's models, one for each chunk that this rank holds, with or without their
             ``Float16Module`` wrapper.
         config: TransformerConfig of the chunks.
-        zero3_size: number S of ranks per ZeRO-3 group; see :func:`process_groups`.
+        zero3_size: number S of ranks per ZeRO-3 group; see :func:`process_groups`. Pass either `zero3_size` or
+            `groups`.
+        groups: process groups that :func:`process_groups` returned.
         units: as in :func:`layerzero.shard_model`. Names begin with ``module.``. If None, the units are the transformer
             and Mamba layers, the word embeddings and the output layer. A warning then lists the classes and the total
             size of layers that are not units. Modules that have only expert-parallel parameters are always units.
@@ -76,9 +79,13 @@ def wrap(
         ValueError: the model or its config uses an unsupported feature. The message names the feature and a remedy.
     """
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    if (zero3_size is None) == (groups is None):
+        raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
     for module in modules:
         refuse_model(module, config)
-    groups = process_groups(zero3_size)
+    if groups is None:
+        assert zero3_size is not None
+        groups = process_groups(zero3_size)
     refuse_fusion(config, groups.zero3.size(), accumulation=accumulation, mp_policy=mp_policy, **settings)
     mesh = _meshes(groups)
     chunks = []
@@ -131,8 +138,8 @@ def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> U
         return units
     if groups.expert_zero1 is None:
         raise ValueError(
-            f"the experts of {next(iter(experts))!r} differ between data-parallel ranks, but Megatron has no groups "
-            "for experts. Initialize model parallelism with expert_model_parallel_size"
+            f"the experts of {next(iter(experts))!r} differ between data-parallel ranks, but groups has no groups for "
+            "experts. Create groups with layerzero.megatron.process_groups after Megatron's own groups"
         )
     if isinstance(units, (str, type)) or (isinstance(units, Iterable) and not callable(units)):
         return [*([units] if isinstance(units, (str, type)) else units), *experts]
