@@ -153,7 +153,8 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
 def _translate_mindspeed(mindspeed: Mapping[str, Any], settings: dict[str, Any], policy: dict[str, Any]) -> None:
     """Add MindSpeed's options, except for those of prefetching, to `settings` and to the fields of the policy."""
     for name, (supported, reason) in _WITHOUT_COUNTERPART.items():
-        if (value := mindspeed.get(name, supported)) != supported:
+        value = mindspeed.get(name, supported)
+        if type(value) is not type(supported) or value != supported:  # 1 is not True
             raise ValueError(f"{name} is {value!r}, but {reason}")
     if offloads := {field: mindspeed[name] for name, field in _OFFLOADS.items() if name in mindspeed}:
         settings["offload"] = Offload(**offloads)

@@ -54,7 +54,16 @@ class ShardedChunk(nn.Module):
         get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete the gradient reduction. Afterwards, all gradients of the chunk are final."""
+        """Complete the gradient reduction. Afterwards, all gradients of the chunk are final.
+
+        Raises:
+            ValueError: `force_all_reduce` is True, as Megatron's loop sets it to save full gradients.
+        """
+        if force_all_reduce:
+            raise ValueError(
+                "force_all_reduce=True is not supported, because a rank stores only some rows of the gradients. Leave "
+                "it False"
+            )
         get_state(self).scheduler.complete_gradients()
 
     @torch.no_grad()

@@ -46,15 +46,10 @@ class FinalizeGradients:
             force_all_reduce: must be False.
 
         Raises:
-            ValueError: `force_all_reduce` is True, as Megatron's loop sets it to save full gradients.
+            ValueError: `force_all_reduce` is True.
         """
-        if force_all_reduce:
-            raise ValueError(
-                "force_all_reduce=True is not supported, because a rank stores only some rows of the gradients. Leave "
-                "it False"
-            )
         for chunk in model:
-            chunk.finish_grad_sync()
+            chunk.finish_grad_sync(force_all_reduce)
         self._sum_over_tensor_ranks(model)
         self._sum_tied_embeddings(model)
         if getattr(self.config, "num_moe_experts", None):

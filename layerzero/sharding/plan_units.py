@@ -45,9 +45,9 @@ def plan_units(model: nn.Module, config: LayerZeroConfig) -> list[UnitDefinition
 
 
 def plan_unit_specs(
-    units: Sequence[UnitDefinition], config: LayerZeroConfig, ranks: int, *, rank: int = 0, on_device: bool = True
+    units: Sequence[UnitDefinition], config: LayerZeroConfig, ranks: int, *, on_device: bool = True
 ) -> list[UnitSpec]:
-    """Return the specs of the units on one rank of a job of `ranks` data-parallel ranks.
+    """Return the specs of the units on the first rank of a job of `ranks` data-parallel ranks.
 
     Args:
         units: units of the model, from :func:`plan_units`.
@@ -58,7 +58,7 @@ def plan_unit_specs(
     assert config.zero3_size is not None
     adds = not on_device or config.root_policy(units[0].called[0]).fp32_accumulation
     where = RankTraits(
-        ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=config.zero3_size),
+        ShardGrid.of_rank(0, data_parallel=ranks, zero3_size=config.zero3_size),
         TransportTraits(sums_locally=adds),
         adds_hop2=adds,
         on_device=on_device,

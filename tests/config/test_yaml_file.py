@@ -179,6 +179,7 @@ def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
         ("transformer_layers: Block", "must be a list of class names"),
         ("param_init_fn: my.function", "param_init_fn is 'my.function', but a file cannot contain functions"),
         ("limit_all_gathers: false", "limit_all_gathers is False, but .*prefetch"),
+        ("limit_all_gathers: 1", "limit_all_gathers is 1, but"),
         ("backward_reduce_scatter: BACKWARD_POST", "backward_reduce_scatter is 'BACKWARD_POST', but .*BACKWARD_PRE"),
         (
             "forward_prefetch: false\nbackward_prefetch: BACKWARD_POST",

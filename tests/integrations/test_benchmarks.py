@@ -72,6 +72,25 @@ def test_contestants_train_alike_and_hybrids_send_what_the_formula_says(reduce: 
         assert sent == pytest.approx(results.formula_bytes(reduce), rel=0.03)
 
 
+def _sites(rank: int) -> list[int]:
+    """Return the bytes that a rank of two sites sends to the other site, by step."""
+    task = Task(micro_batches=2, reduce="fp32", **{**TINY, "layers": 4})
+    contestant = ENTRIES["layerzero-sites"].load()(task)
+    sent = []
+    for step in range(9):
+        contestant.ledger()
+        take_step(contestant, make_batches(task, rank=rank, step=step))
+        ledger = contestant.ledger()
+        assert not ledger.get("replica"), ledger
+        sent.append(ledger.get("site", 0))
+    return sent
+
+
+def test_sites_exchange_a_fragment_every_four_steps() -> None:
+    for sent in run_ranks(_sites):
+        assert [step for step, each in enumerate(sent) if each] == [3, 7]
+
+
 LINK_ROWS = {  # row of docs/slow-links.md: key of the records
     "fp32 gradients": "layerzero/A4/fp32",
     "bf16 gradients": "layerzero/A4/bf16",

@@ -119,6 +119,8 @@ def _stop_as_megatron(rank: int, cases: list[Case], value: float) -> None:
 
             ours, optimizer = scheduled(case, make_ours)
             step(case, ours, optimizer, 0)
+            with pytest.raises(ValueError, match="force_all_reduce=True is not supported"):
+                ours[0].config.finalize_model_grads_func(ours, force_all_reduce=True)
             before = whole_weights(ours[0])
             poison.armed = True
             with pytest.raises(RuntimeError, match="not finite, and no parameter has been updated") as raised:

@@ -139,7 +139,11 @@ def _measured(rank: int) -> list[tuple[dict[str, int], layerzero.MemoryReport]]:
 @pytest.mark.slow
 def test_a_plan_is_to_the_byte_what_real_ranks_hold_and_send() -> None:
     cluster = Cluster(nodes=2, accelerators=2, device="cpu")
-    for case, (sent, held) in zip(CASES, run_ranks(_measured, timeout=240)[0], strict=True):
+    measured = run_ranks(_measured, timeout=240)
+    if FullBufferPool.can_cache:
+        for held in (report for found in measured for _, report in found):
+            assert held.measured_peak == held.predicted_peak, "on all ranks, which hold different numbers of elements"
+    for case, (sent, held) in zip(CASES, measured[0], strict=True):
         make, settings, micro_batches = case
         config = LayerZeroConfig(units={Block}, **settings)
         found = plan(make, cluster, config, micro_batches=micro_batches)
@@ -147,7 +151,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold_and_send() -> None:
         assert (row.cost.zero3, row.cost.replica) == (sent.get("zero3", 0), sent.get("replica", 0)), case
         if FullBufferPool.can_cache:  # a torch that moves memory between storages, as 2.13 does
             assert {k: v for k, v in row.memory.items() if v} == {k: v for k, v in held.measured.items() if v}, case
-            assert row.peak == held.measured_peak == held.predicted_peak, case
+            assert row.peak == held.measured_peak, case
 
 
 # --- formulas ---

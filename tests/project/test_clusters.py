@@ -237,25 +237,56 @@ def test_scripts_have_no_syntax_errors(path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-# Fields that the manifests may use, after the schemas of JobSet v1alpha2, PyTorchJob v1, the pods in both, and
-# SkyPilot's tasks.
-FIELDS = """NFS accelerators add apiVersion args backoffLimit capabilities claimName command completionMode completions
-    containerPort containers elasticPolicy emptyDir enableDNSHostnames env envs failurePolicy image infra job_recovery
-    kind limits max_restarts_on_errors maxReplicas maxRestarts medium metadata minReplicas mountPath name network
-    nprocPerNode num_nodes nvidia.com/gpu parallelism persistentVolumeClaim ports publishNotReadyAddresses
-    pytorchReplicaSpecs rdzvBackend rdzvId replicas replicatedJobs resources restartPolicy run securityContext setup
-    sizeLimit spec strategy subdomain template terminationGracePeriodSeconds use_spot value volumeMounts volumes workdir
-    workingDir Master Worker"""
-MANIFESTS = ("jobset.yaml", "pytorchjob.yaml", "skypilot.yaml")
+# Fields of the manifests and the types of their values, after the schemas of JobSet v1alpha2, PyTorchJob v1, the pods
+# in both, and SkyPilot's tasks.
+POD = """
+    containers[].args[]:str containers[].command[]:str containers[].env[].name:str containers[].env[].value:str
+    containers[].image:str containers[].name:str containers[].resources.limits.nvidia.com/gpu:int
+    containers[].securityContext.capabilities.add[]:str containers[].volumeMounts[].mountPath:str
+    containers[].volumeMounts[].name:str containers[].workingDir:str terminationGracePeriodSeconds:int
+    volumes[].emptyDir.medium:str volumes[].emptyDir.sizeLimit:str volumes[].name:str
+    volumes[].persistentVolumeClaim.claimName:str
+"""
+JOB_POD = "spec.replicatedJobs[].template.spec.template.spec"
+FIELDS = {  # place of the pod in a manifest, and the other fields
+    "jobset.yaml": (
+        JOB_POD,
+        f"""
+        apiVersion:str kind:str metadata.name:str spec.failurePolicy.maxRestarts:int
+        spec.network.enableDNSHostnames:bool spec.network.publishNotReadyAddresses:bool
+        spec.replicatedJobs[].name:str spec.replicatedJobs[].replicas:int
+        spec.replicatedJobs[].template.spec.backoffLimit:int spec.replicatedJobs[].template.spec.completionMode:str
+        spec.replicatedJobs[].template.spec.completions:int spec.replicatedJobs[].template.spec.parallelism:int
+        {JOB_POD}.containers[].ports[].containerPort:int {JOB_POD}.restartPolicy:str
+        """,
+    ),
+    "pytorchjob.yaml": (
+        "spec.pytorchReplicaSpecs.Worker.template.spec",
+        """
+        apiVersion:str kind:str metadata.name:str spec.elasticPolicy.maxReplicas:int spec.elasticPolicy.maxRestarts:int
+        spec.elasticPolicy.minReplicas:int spec.elasticPolicy.rdzvBackend:str spec.elasticPolicy.rdzvId:str
+        spec.nprocPerNode:str spec.pytorchReplicaSpecs.Worker.replicas:int
+        spec.pytorchReplicaSpecs.Worker.restartPolicy:str
+        """,
+    ),
+    "skypilot.yaml": (
+        "",
+        """
+        envs.NFS:NoneType name:str num_nodes:int resources.accelerators:str resources.infra:str
+        resources.job_recovery.max_restarts_on_errors:int resources.job_recovery.strategy:str resources.use_spot:bool
+        run:str setup:str workdir:str
+        """,
+    ),
+}
 
 
-def fields_of(value: Any) -> set[str]:
-    """Return the names of all fields of a manifest."""
+def fields_of(value: Any, place: str = "") -> set[str]:
+    """Return the fields of a manifest by their place, with the types of their values."""
     if isinstance(value, list):
-        return {name for each in value for name in fields_of(each)}
-    return (
-        {*value, *(name for each in value.values() for name in fields_of(each))} if isinstance(value, dict) else set()
-    )
+        return {field for each in value for field in fields_of(each, f"{place}[]")}
+    if isinstance(value, dict):
+        return {field for name, each in value.items() for field in fields_of(each, f"{place}.{name}")}
+    return {f"{place.removeprefix('.')}:{type(value).__name__}"}
 
 
 def _manifest(name: str) -> dict[str, Any]:
@@ -263,9 +294,10 @@ def _manifest(name: str) -> dict[str, Any]:
 
 
 def test_fields_of_manifests_are_those_of_their_apis() -> None:
-    assert {path.name for path in CLUSTERS.glob("*.yaml")} == set(MANIFESTS)
-    for name in MANIFESTS:
-        assert fields_of(_manifest(name)) - set(FIELDS.split()) == set(), name
+    assert {path.name for path in CLUSTERS.glob("*.yaml")} == set(FIELDS)
+    for name, (pod, others) in FIELDS.items():
+        expected = {*others.split(), *(f"{pod}.{field}" for field in POD.split() if pod)}
+        assert fields_of(_manifest(name)) == expected, name
 
 
 def _pod(name: str) -> dict[str, Any]:

@@ -192,6 +192,21 @@ def test_all_ranks_compute_with_the_same_decoded_weights(rank: int) -> None:
         assert all(torch.equal(each, bits) for each in told)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("setting", "codec", "tolerance"),
+    [("gather", layerzero.Float8Rows(), 0.1), ("hop2", layerzero.Int8Blocks(), 0.02)],
+)
+@on_ranks(world_size=4)
+def test_training_goes_down_alike(rank: int, setting: str, codec: Any, tolerance: float) -> None:
+    plain, coded = (train(shard(size=2, codecs=Codecs(**{setting: each})), rank, 40) for each in (None, codec))
+    assert plain[-1] < plain[0] / 5, "it learns"
+    assert plain != coded
+    for ours, theirs in zip(coded, plain, strict=True):
+        assert abs(ours - theirs) < tolerance * plain[0], (ours, theirs)
+    assert coded[-1] < coded[0] / 5 and coded[-1] < 1.5 * plain[-1]
+
+
 @on_ranks(world_size=4)
 def test_a_codec_of_the_user_that_changes_nothing_changes_no_bit(rank: int) -> None:
     for settings in ({}, {"size": 2, "accumulation": "full"}, {"reshard_after_forward": 2}, {"prefetch": 2}):

@@ -343,6 +343,19 @@ def test_offloading_steps_without_a_forward_pass_and_frozen_parameters(codec: An
     _assert_replicas_agree(run_ranks(_without_forward, codec, setting), 2)
 
 
+def _losses(rank: int, codec: Any) -> list[float]:
+    model = _shard(2, codec)
+    optimizers = make_adamw(model)
+    return [_step(model, optimizers, rank, step % 8, micro_batches=1) for step in range(48)]
+
+
+@pytest.mark.exhaustive
+def test_a_model_learns_as_well_as_without_the_codec() -> None:
+    plain, encoded = (torch.tensor(run_ranks(_losses, codec)).mean(0) for codec in (None, INT4))
+    assert encoded[-8:].mean() < 0.6 * encoded[:8].mean()
+    assert abs(encoded[-8:].mean() / plain[-8:].mean() - 1) < 0.05
+
+
 # --- messages ---
 
 
