@@ -20,6 +20,7 @@ numbers can also be compared with the times of checkpoints on disk.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -143,8 +144,10 @@ def raising_on_all_ranks(comm: Communicator, folder: Path) -> Iterator[None]:
     except CheckpointError as error:
         failure = f"rank {comm.rank}: {error}"
     except OSError as error:
-        free = shutil.disk_usage(folder.parent).free
-        failure = f"rank {comm.rank}: {error}. {folder.parent} has {free:,} bytes of free space"
+        failure = f"rank {comm.rank}: {error}"
+        if error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(folder.parent).free
+            failure += f". {folder.parent} has {free:,} bytes of free space"
     if failures := [text for text in all_gather_text(comm, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
@@ -470,6 +473,7 @@ class Buddies:
         with raising_on_all_ranks(comm, self.folder):
             for name in [name for (_, name), rank in receivers.items() if rank == comm.rank]:
                 created += [folder / f".{name}", folder / name]
+                (folder / f".{name}").unlink(missing_ok=True)  # left by a load that was killed
                 allocate_file(folder / f".{name}", records[name].size)
         num_transfers: Counter[int] = Counter()
         nothing = torch.empty(0, dtype=torch.uint8)

@@ -60,7 +60,13 @@ class CheckpointContents:
                 if unlisted := [file for file, *_ in tensor.chunks if file not in manifest.files]:
                     raise ValueError(f"{key} is in the file {unlisted[0]!r}, which is not in the manifest")
             contents = cls(content["topology"], content["document"], tensors)
-            contents.values(None)  # so that values of an unknown kind are noticed here
+            if not _are_sizes([num_saving_ranks(contents.topology), contents.topology["zero3_size"]]):
+                raise ValueError(f"the topology {contents.topology!r} has no numbers of ranks")
+            values = contents.values(None)
+            optimizer = values["optimizer"] or {"state": {}, "param_groups": []}
+            tables = [values["model"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]]
+            if not all(type(table) is dict for table in tables):
+                raise ValueError("the model, an optimizer state or a parameter group is not an object")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return contents

@@ -146,8 +146,8 @@ class Manifest:
 
     def read_bytes(self, name: str) -> bytes:
         """Return the verified contents of the file `name`. Raises CheckpointError if the file is damaged."""
-        self.path_of(name)
-        buffer = torch.empty(self.files[name].size, dtype=torch.uint8)
+        size = self.files[self.path_of(name).name].size
+        buffer = torch.empty(size, dtype=torch.uint8)
         self.read_pieces(name, [ByteRange(0, len(buffer), buffer)])
         return buffer.numpy().tobytes()
 

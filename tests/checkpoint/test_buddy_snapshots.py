@@ -222,11 +222,20 @@ def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) 
             keeper.snapshot(2)
         found = keeper.load()
         assert found is not None and found.extra == 1
+    broken = OSError(5, "Input/output error") if rank == 2 else None
+    with (
+        mock.patch.object(buddy_snapshots, "allocate_file", side_effect=broken),
+        pytest.raises(checkpoint.CheckpointError, match=r"rank 2: \[Errno 5\] Input/output error$"),
+    ):
+        keeper.snapshot(2)
     lost = _node(tmp_path, rank) / "away"
     on_first_rank(keeper.folder.rename, lost)  # all files of the first node must come from the second
     on_first_rank(keeper.folder.mkdir, mode=0o700)
     with full("allocate_file", 1):
         assert keeper.load() is None, "on all ranks"
+    dist.barrier()
+    for folder in keeper.folder.iterdir() if rank == 0 else ():  # as if a load had been killed while it fetched
+        (folder / ".rank-00000.safetensors").write_bytes(b"part")
     dist.barrier()
     found = keeper.load()
     assert found is not None and found.extra == 1

@@ -34,8 +34,24 @@ def _chunks(*chunks: list[Any]) -> Change:
     return lambda content: content["tensors"][WEIGHT].__setitem__(2, list(chunks))
 
 
+def _document(part: str, value: Any) -> Change:
+    return lambda content: content["document"].__setitem__(part, value)
+
+
 def _extra(value: Any) -> Change:
-    return lambda content: content["document"].__setitem__("extra", value)
+    return _document("extra", value)
+
+
+def _optimizer(part: str, value: Any) -> Change:
+    return lambda content: content["document"]["optimizer"].__setitem__(part, value)
+
+
+def _state(value: Any) -> Change:
+    return lambda content: content["document"]["optimizer"]["state"].__setitem__("head.weight", value)
+
+
+def _topology(value: Any) -> Change:
+    return lambda content: content.__setitem__("topology", value)
 
 
 HOSTILE: dict[str, Change] = {
@@ -64,6 +80,19 @@ HOSTILE: dict[str, Change] = {
     "unhashable": _extra({"$dict": [[[], 1]]}),
     "unpaired": _extra({"$dict": [[1]]}),
     "counter": _extra({"$counter": 3}),
+    "state": _optimizer("state", []),
+    "state of one": _state(1),
+    "state of nothing": _state(None),
+    "groups": _optimizer("param_groups", [3]),
+    "no groups": _optimizer("param_groups", None),
+    "optimizer": _document("optimizer", [1]),
+    "named optimizer": _document("optimizer", "adam"),
+    "model": _document("model", [1]),
+    "model of each rank": _document("model", {"$per_rank": [1]}),
+    "ranks": _topology({"data_parallel": "2", "zero3_size": 2}),
+    "no ranks": _topology({}),
+    "list of ranks": _topology([]),
+    "null ranks": _topology(None),
     "nothing": lambda content: content.clear(),
 }
 
