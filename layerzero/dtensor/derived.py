@@ -11,19 +11,25 @@ has all rows of `p`. ``p.to_local()`` returns a plain tensor, whose gradient has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.local_shard import to_local
-from layerzero.dtensor.op_errors import named_error, not_gathered, unsupported
+from layerzero.dtensor.op_errors import named_error, not_gathered, write_to_derived
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["call_on_sharded", "is_in_place"]
+
+_OPERATORS = vars(operator)
+_WRITING_OPERATORS = {name for name in _OPERATORS if name.startswith("__i") and f"__{name[3:]}" in _OPERATORS}
+_NO_WRITES = ("requires_grad_", "detach_")  # their names end like those of in-place functions
 
 
 class Derived(DTensor):
@@ -51,15 +57,18 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         NotImplementedError: the call would write to a derived tensor that autograd tracks.
     """
     name = getattr(func, "__name__", str(func))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled():
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if not all(isinstance(tensor, DTensor) for tensor in tensors):
+            is_derived = any(isinstance(tensor, Derived) for tensor in tensors)
+            plain = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, DTensor)]
+            # torch itself refuses to mix parameters with plain tensors, except for those with one element.
+            if any(is_derived or tensor.numel() == 1 for tensor in plain):
                 raise not_gathered(name, origin)
             is_init = getattr(func, "__module__", None) == nn.init.__name__  # disables gradients itself
-            written = args[0] if args and is_in_place(func) and not is_init else None
-            if isinstance(written, Derived) and written.requires_grad:  # it may be a view of a leaf
-                raise unsupported(f"{name} outside torch.no_grad()", origin)
+            written = tree_leaves(args[:1]) if is_in_place(func, kwargs) and not is_init else []
+            if name not in _NO_WRITES and any(isinstance(leaf, Derived) and leaf.requires_grad for leaf in written):
+                raise write_to_derived(name, origin)  # the tensor may be a view of a leaf
         try:
             made = func(*args, **kwargs)
         except RuntimeError as error:
@@ -71,9 +80,12 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         return tree_map_only(DTensor, lambda tensor: _derive(tensor, origin), made)
 
 
-def is_in_place(func: Callable[..., Any]) -> bool:
+def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call to the torch function `func` changes its first argument."""
     name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and (not name.endswith("__") or name.startswith("__i")))
+    if kwargs.get("inplace"):  # functions of torch.nn.functional pass it on by keyword
+        return True
+    return name == "__setitem__" or name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _derive(made: DTensor, origin: RowShardSpec) -> Tensor:
@@ -84,14 +96,27 @@ def _derive(made: DTensor, origin: RowShardSpec) -> Tensor:
     return derived
 
 
+class _DetachAsDerived(TorchDispatchMode):
+    """In this mode, ``detach`` of a DTensor returns a derived tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Derived:
+        (made,) = args
+        return Derived(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class _Derive(torch.autograd.Function):
     """Identity function whose result is a derived tensor. Its backward raises if the gradient would be misplaced."""
 
     @staticmethod
     def forward(ctx: Any, made: DTensor, origin: RowShardSpec) -> Derived:
+        keeps_rows = all(placement.is_shard() for placement in made._spec.placements[-2:])  # data-parallel axes
         ctx.origin = origin
-        ctx.is_reduction = made.ndim == 0 and bool(origin.shape) and not origin.is_fully_local
-        return Derived(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+        ctx.is_reduction = bool(origin.shape) and not origin.is_fully_local and not keeps_rows
+        # Both share a version counter, by which autograd notices writes.
+        with _DetachAsDerived():  # type: ignore[no-untyped-call]
+            return made.detach()  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

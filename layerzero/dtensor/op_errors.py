@@ -12,6 +12,7 @@ __all__ = [
     "no_gradient_message",
     "not_gathered",
     "unsupported",
+    "write_to_derived",
 ]
 
 FROZEN_DTYPE_MESSAGE = (
@@ -48,6 +49,14 @@ def not_gathered(what: str, spec: RowShardSpec) -> RuntimeError:
         "p.to_local().square().sum(); or use the optimizer's weight_decay. To compute with the parameter elsewhere "
         "with gradients, such as in a fused cross-entropy, use `with layerzero.gathered(module):` (units inside the "
         "module stay sharded). To read the full parameter, use layerzero.unsharded or p.full_tensor()"
+    )
+
+
+def write_to_derived(what: str, spec: RowShardSpec) -> NotImplementedError:
+    """Return the error for an in-place function on a derived tensor that autograd tracks."""
+    return NotImplementedError(
+        f"{what} outside torch.no_grad() would write to a tensor derived from parameter {spec.name!r}, which autograd "
+        "tracks. Use the function that returns a new tensor. To change the parameter, write under torch.no_grad()"
     )
 
 

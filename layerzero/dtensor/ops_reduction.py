@@ -31,10 +31,8 @@ __all__ = ["COLLECTIVES", "REDUCTIONS", "REFUSED", "PartialScalar", "neutral_res
 
 COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
-_NORMS, _LARGEST = (
-    ("aten::linalg_vector_norm", "aten::_foreach_norm"),
-    ("aten::max", "aten::amax", "aten::_foreach_max"),
-)
+_NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm")
+_LARGEST = ("aten::max", "aten::amax", "aten::_foreach_max")
 _SMALLEST = ("aten::min", "aten::amin")
 
 

@@ -105,7 +105,7 @@ class RowShardedTensor(DTensor):
         return _as_row_sharded(made) if func in (Tensor.clone, torch.clone) else made  # a clone has full_tensor() too
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError. Callers such as ``torch.nn.utils.parametrize`` cannot replace a sharded parameter."""
+        """Raise NotImplementedError: ``torch.nn.utils.parametrize`` and others cannot replace a sharded parameter."""
         raise unsupported("set_", self._local_tensor.spec)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
@@ -254,11 +254,12 @@ class ShardedScalar(RowShardedTensor):
                 "has the value of a 0-dim parameter. Call full_tensor() first, on all ranks, as in "
                 "p.full_tensor().item()"
             )
+        is_written = is_in_place(func, kwargs)
         numbers: dict[int, ShardedScalar] = {}  # keyed by the id of the row that replaces the scalar
         rows: list[Tensor] = []
 
         def row_of(number: ShardedScalar) -> Tensor:
-            if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
+            if number.requires_grad and torch.is_grad_enabled() and not is_written:
                 return _ZeroDimToRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
             row = _from_local_shard(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
             rows.append(row)  # keeps the row alive, so that no other tensor gets its id

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -182,11 +183,48 @@ PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
 }
 
 
+REDUCTIONS_OVER_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda p: p.sum(0),
+    lambda p: p.mean(0, keepdim=True),
+    lambda p: p.amax(0),
+    lambda p: p.sum(0).abs(),
+)
+WRITES: tuple[Callable[[Tensor], object], ...] = (
+    lambda x: x.fill_(1),
+    lambda x: x.__imul__(2),
+    lambda x: x.__setitem__(0, 1.0),
+    lambda x: torch._foreach_mul_([x], 2.0),
+    lambda x: F.leaky_relu(x, 0.01, inplace=True),
+    lambda x: F.leaky_relu(x, 0.01, True),
+)
+
+
+def _assert_writes_are_noticed(parameter: Tensor) -> None:
+    """Assert that a write to a tensor computed from `parameter` raises, or that its gradient is right."""
+    for write in WRITES:
+        for tensor in (torch.tanh(parameter), parameter[:, :2]):
+            with pytest.raises(NotImplementedError, match=r"outside torch\.no_grad.*'o\.weight'.*autograd tracks"):
+                write(tensor)
+    for alias in (lambda x: x, Tensor.detach, lambda x: x[:, :1]):
+        output = torch.tanh(parameter)  # needed in the backward
+        with torch.no_grad():
+            alias(output).mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.to_local().sum().backward()
+    detached, doubled = (parameter * 2).detach_(), (parameter * 2).requires_grad_(True)
+    assert not detached.requires_grad and doubled.requires_grad
+    with torch.no_grad():
+        doubled.mul_(0.5)  # the backward does not need it
+    (gradient,) = torch.autograd.grad(doubled.to_local().sum(), parameter)
+    assert bool((gradient.to_local() == 2).all())
+
+
 @on_ranks(world_size=2)
 def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out(rank: int) -> None:
     named_error = r"parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
     for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
         model = layerzero.shard_model(_Scaled(), **settings)
+        one_row = layerzero.shard_model(nn.Linear(3, 1), zero3_size=settings["zero3_size"])
         weight = named_error.format("o.weight")
         for name, penalty in PENALTIES.items():
             before = penalty(model)  # and after the forward: autograd runs the younger one first
@@ -210,11 +248,22 @@ def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out(ra
         ):
             with pytest.raises(RuntimeError, match=weight):
                 backward()
+        for reduce in REDUCTIONS_OVER_ROWS:
+            for parameter in (model.o.weight, one_row.weight):
+                reduced = reduce(parameter)
+                with pytest.raises(RuntimeError, match=r"a loss mixes .*weight"):
+                    reduced.backward(torch.ones_like(reduced))
+                assert parameter.grad is None
         with torch.no_grad():
             loss + 0.1 * model.o.weight.square().sum()  # to print it
             model.o.weight[:, :2].fill_(0.5)
-        with pytest.raises(NotImplementedError, match=r"fill_ outside torch\.no_grad.*'o\.weight'"):
-            model.o.weight[:, :2].fill_(1)
+        _assert_writes_are_noticed(model.o.weight)
+        plain, number = torch.ones(3, dtype=torch.float64, requires_grad=True), torch.ones((), requires_grad=True)
+        assert model.o.weight.type_as(plain).dtype == torch.float64
+        for other in (plain, number):
+            for parameter in (model.o.weight, model.scale, model.scale**2):
+                with pytest.raises(RuntimeError, match=r"mul mixes a plain tensor with parameter"):
+                    parameter * other
         model.zero_grad()
         local = (2 * model.o.weight).to_local().sum() + (3 * model.scale).to_local().sum()
         (0 * model(torch.ones(2, 3)).sum() + local).backward()
@@ -286,7 +335,7 @@ def _pass_alone(alone: nn.Module, step: int) -> None:
 def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(
     rank: int, settings: Sequence[dict[str, Any]]
 ) -> None:
-    warnings.filterwarnings("ignore", "offload_", UserWarning)  # its purpose on a CPU
+    warnings.filterwarnings("ignore", r"Offload\(", UserWarning)  # its purpose on a CPU
     for each in settings:
         for name, (ask, times) in ASKS.items():
             model, alone = _pair(each, 4)
