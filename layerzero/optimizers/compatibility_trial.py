@@ -565,6 +565,11 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
                 values = optimizer.state[with_state].items()
                 state[parameter] = {key: _convert_value(value, with_state, parameter) for key, value in values}
         memo[id(old_parameters)] = list(parameters)
+        # `old_parameters` may be a part of a group's list. An attribute may refer to that list, as in LBFGS.
+        ids_of_old = set(map(id, old_parameters))
+        for group in optimizer.param_groups:
+            if group["params"] is not old_parameters and not ids_of_old.isdisjoint(map(id, group["params"])):
+                memo.setdefault(id(group["params"]), []).extend(parameters)
     # Other attributes may also refer to parameters. These references must not become copies of the parameters.
     for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])

@@ -46,6 +46,7 @@ from layerzero.optimizers.wrapped_optimizer import (
     WriteDetector,
     record_writes,
     reduced_grad_rows,
+    refuse_mixed_dtensors,
     replace_params,
     step_without_global_hooks,
 )
@@ -341,6 +342,7 @@ class ShardedOptimizer(StateDictMethods):
         params = [param_group["params"]] if isinstance(param_group["params"], Tensor) else list(param_group["params"])
         names = [each[0] for each in params if isinstance(each, tuple)]  # of pairs of a name and a parameter
         listed = self._params.create(each[1] if isinstance(each, tuple) else each for each in params)
+        refuse_mixed_dtensors(self.inner, param_group, listed)
         given, count = dict(param_group), len(self.inner.param_groups)
         masters = [each.master for each in listed]
         try:

@@ -133,6 +133,7 @@ class StateDictMethods(Optimizer):
 
     def _run_state_dict_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state dict from `make`. Run the state-dict hooks before and after `make`."""
+        self._params.require_unedited(self.param_groups, self.inner.param_groups)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         result = make()
@@ -240,6 +241,7 @@ class StateDictMethods(Optimizer):
         self._load(state_dict, copy=False)
 
     def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
+        self._params.require_unedited(self.param_groups, self.inner.param_groups)
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)

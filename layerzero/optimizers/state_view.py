@@ -204,6 +204,18 @@ class _StateValues(UserDict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         self.data[key] = to_stored_value(key, value, self._holder)
 
+    # UserDict merges `data`, which has local rows.
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | dict(self)
+
+    def __ior__(self, other: Any) -> _StateValues:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
     def __repr__(self) -> str:
         return repr(dict(self))
 

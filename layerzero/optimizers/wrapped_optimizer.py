@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.optimizers.listed_params import ListedParam
 
 __all__ = [
     "HOOKS",
     "WriteDetector",
     "record_writes",
     "reduced_grad_rows",
+    "refuse_mixed_dtensors",
     "replace_params",
     "step_without_global_hooks",
     "unwrap_step",
@@ -85,6 +87,20 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
         raise RuntimeError(_MIXED.format(name=type(inner).__name__)) from error
     for post_hook in list(inner._optimizer_step_post_hooks.values()):
         post_hook(inner, args, kwargs)
+
+
+def refuse_mixed_dtensors(inner: Optimizer, group: Mapping[str, Any], listed: Sequence[ListedParam]) -> None:
+    """Raise ValueError if one foreach or fused call would update both sharded parameters and DTensors.
+
+    Args:
+        inner: optimizer to which the group is added.
+        group: settings of the group, which override the defaults of `inner`.
+        listed: parameters of the group.
+    """
+    foreign = sum(each.member is None and isinstance(each.parameter, DTensor) for each in listed)
+    settings = {**inner.defaults, **group}
+    if 0 < foreign < len(listed) and (settings.get("foreach") or settings.get("fused")):
+        raise ValueError(_MIXED.format(name=type(inner).__name__))
 
 
 _MIXED = (

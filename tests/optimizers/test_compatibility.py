@@ -81,6 +81,29 @@ class ButSingleRows(Scaled):
         return 1.0 if parameter.shape[0] <= 1 else parameter.grad.mean(0, keepdim=True)
 
 
+class KeepsList(Scaled):
+    """Reads gradients from its own reference to the list of its group, as LBFGS does."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self._params = self.param_groups[0]["params"]
+
+    def scale(self, gradients: list[Tensor]) -> Any:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [parameter.grad for parameter in self._params]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(gradient * self.scale(gradients), alpha=0.1)
+
+
+class ListNorm(KeepsList):
+    def scale(self, gradients: list[Tensor]) -> Any:
+        return 1 / max(gradient.norm().item() for gradient in gradients)
+
+
 class InTheEnd(Scaled):
     """Mixes after a warm-up."""
 
@@ -149,6 +172,16 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
 @pytest.mark.parametrize("kind", [Scaled, CenteredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
     assert kinds_that_need_full_params(build(kind, weight=0.2), CPU) == set()
+
+
+@pytest.mark.parametrize("tags", [(), (False, True)], ids=["alike", "with different attributes"])
+def test_an_optimizer_that_refers_to_the_list_of_its_group_is_tried_with_all_parameters(tags: tuple[bool, ...]) -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    for parameter, tag in zip(parameters, tags, strict=False):
+        parameter.tag = tag
+    assert kinds_that_need_full_params(KeepsList(parameters), CPU) == set()
+    with pytest.raises(ValueError, match="ListNorm is not element-wise"):
+        kinds_that_need_full_params(ListNorm(parameters), CPU)
 
 
 def kinds(optimizer: Optimizer) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -150,6 +151,9 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
     "its own values": lambda state, p: state.__setitem__(p, state[p]),
     "a copy": lambda state, p: state.__setitem__(p, copy.deepcopy(state[p])),
     "a mapped copy": lambda state, p: state.__setitem__(p, type(state[p])({k: v * 2 for k, v in state[p].items()})),
+    "|": lambda state, p: state.__setitem__(p, state[p] | {"momentum_buffer": state[p]["momentum_buffer"] * 2}),
+    "| of a dict": lambda state, p: state.__setitem__(p, {"momentum_buffer": torch.ones_like(p)} | state[p]),
+    "|=": lambda state, p: operator.ior(state[p], {"momentum_buffer": torch.full_like(p, 3.0)}),
     "popped": lambda state, p: state.setdefault(p, state.pop(p)),
     "removed": lambda state, p: state[p].pop("momentum_buffer"),
     "no default": lambda state, p: state.setdefault(p, {}),
@@ -194,6 +198,8 @@ def _read(zero3_size: int) -> None:
             buffer, its = found["momentum_buffer"], expected["momentum_buffer"]
             assert list(found) == list(expected) and len(found) == 1 and found.get("other") is None
             assert (buffer.shape, buffer.numel(), buffer.dtype) == (its.shape, its.numel(), its.dtype), kind
+            copies = [found | {"other": 1}, {"other": 1} | found, found.copy()]
+            assert all(type(each) is dict and each["momentum_buffer"].shape == its.shape for each in copies), kind
             for function in (Tensor.norm, Tensor.mean, Tensor.sum, Tensor.max):
                 torch.testing.assert_close(whole(function(buffer)), function(its))
         with pytest.raises(KeyError, match=r"no parameter that is this tensor of shape \[1\]"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -239,10 +239,18 @@ def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters(ran
     assert torch.equal(
         made["together"].state[source_of(made["together"])]["momentum_buffer"].to_local(), buffer.to_local()
     )
+    way_out = "separate parameter group, or to a separate optimizer"
+    *others, last = model.parameters()
     for one_call in ({"foreach": True}, {"fused": True}):
-        late = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **settings, **one_call), model)
+        with pytest.raises(ValueError, match=way_out):
+            layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **settings, **one_call), model)
+        late = layerzero.shard_optimizer(torch.optim.SGD([last], **settings), model)
+        with pytest.raises(ValueError, match=way_out):
+            late.add_param_group({"params": others, **one_call})
+        late.add_param_group({"params": others})
+        late.param_groups[1].update(one_call)
         integer_loss(model, integer_batch()).backward()
-        with pytest.raises(RuntimeError, match=r"separate parameter group, or to a separate optimizer"):
+        with pytest.raises(RuntimeError, match=way_out):
             late.step()
         late.zero_grad()
 
@@ -258,13 +266,20 @@ def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_gr
     theirs = exact_sgd([*net.first.parameters()])
     optimizer = layerzero.shard_optimizer(exact_sgd(model.first.parameters()), model)
     groups, (group,) = optimizer.param_groups, optimizer.param_groups
-    params = group["params"]
+    params, saved = group["params"], optimizer.state_dict()
+    uses: list[Callable[[], Any]] = [
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.state_dict_by_name,
+        optimizer.full_state_dict,
+        lambda: optimizer.load_state_dict(saved),
+    ]
 
     def refused(said: str) -> None:
-        for use in (optimizer.step, lambda: optimizer.add_param_group({"params": [model.shift]})):
-            if use == optimizer.step or optimizer.param_groups is groups:
-                with pytest.raises(RuntimeError, match=f"{said}.*add_param_group"):
-                    use()
+        add = [lambda: optimizer.add_param_group({"params": [model.shift]})] if optimizer.param_groups is groups else []
+        for use in (*uses, *add):
+            with pytest.raises(RuntimeError, match=f"{said}.*add_param_group"):
+                use()
 
     groups.append({"params": others})
     refused("the groups in param_groups were edited")
@@ -272,6 +287,11 @@ def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_gr
     params.append(model.shift)
     refused("the parameters of group 0 in param_groups were edited")
     params.pop()
+    removed = params.pop()
+    refused("the parameters of group 0 in param_groups were edited")
+    params.append(torch.zeros(3))
+    refused("the parameters of group 0 in param_groups were edited")
+    params[-1] = removed
     group["params"] = others[:2]
     refused("the parameters of group 0")
     group["params"] = list(params)  # another list of the same parameters
