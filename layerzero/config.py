@@ -329,7 +329,7 @@ class LayerZeroConfig:
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     shared_memory: str = "auto"
-    ignored_modules: Iterable[ModuleEntry] | None = None
+    ignored_modules: ModuleEntry | Iterable[ModuleEntry] | None = None
     sync_module_states: bool = True
 
     @classmethod

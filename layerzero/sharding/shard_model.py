@@ -101,7 +101,7 @@ def shard_model(
     prefetch: int = 1,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
-    ignored_modules: Iterable[ModuleEntry] | None = None,
+    ignored_modules: ModuleEntry | Iterable[ModuleEntry] | None = None,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -300,7 +300,7 @@ def _build(
     for plan, planned in handles.items():
         enclosing = [units_built[each] for each in plan.enclosing]
         units_built[plan], unit_uninitialized = build_unit(
-            *(plan, planned, settings[plan], config, sites[plan.mesh], resources[plan.mesh], param_init_fn, enclosing)
+            plan, planned, settings[plan], config, sites[plan.mesh], resources[plan.mesh], param_init_fn, enclosing
         )
         uninitialized += unit_uninitialized
     scratch = scratch_of(units_built.values(), config)

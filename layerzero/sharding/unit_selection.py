@@ -68,7 +68,7 @@ def partition(
     *,
     mesh_of: Callable[[str, nn.Module], DeviceMesh],
     ignored_params: Iterable[nn.Parameter] | str | None = None,
-    ignored_modules: Iterable[ModuleEntry] | None = None,
+    ignored_modules: ModuleEntry | Iterable[ModuleEntry] | None = None,
 ) -> list[UnitDefinition]:
     """Return the units of a model in module order. The root is first.
 
@@ -130,7 +130,7 @@ def _ignored_param_ids(
     model: nn.Module,
     ranks: Sequence[int],
     ignored_params: Iterable[nn.Parameter] | str,
-    ignored_modules: Iterable[ModuleEntry],
+    ignored_modules: ModuleEntry | Iterable[ModuleEntry],
 ) -> set[int]:
     """Return the ids of all ignored parameters, which stay full on every rank."""
     owned = {id(parameter) for parameter in model.parameters()}
@@ -157,7 +157,7 @@ def _ignored_param_ids(
             )
         ignored.add(id(parameter))
     select = _selector(model, "ignored_modules")
-    for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
+    for entry in [ignored_modules] if isinstance(ignored_modules, (str, type, nn.Module)) else ignored_modules:
         ignored |= {id(parameter) for module in select(entry) for parameter in module.parameters()}
     if owned and ignored == owned:
         raise ValueError(
@@ -344,7 +344,7 @@ def _selector(model: nn.Module, setting: str) -> Callable[[object], list[nn.Modu
     selected: dict[object, list[nn.Module]] = {}
     for name, module in model.named_modules():
         paths = {f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__}
-        kinds = {*type(module).__mro__, *paths, *(path.rpartition(".")[2] for path in paths)}
+        kinds = {*paths, *(path.rpartition(".")[2] for path in paths)}
         if name:
             for key in {module, name, *kinds}:
                 selected.setdefault(key, []).append(module)
@@ -353,7 +353,12 @@ def _selector(model: nn.Module, setting: str) -> Callable[[object], list[nn.Modu
     selected[model] = [model]
 
     def select(entry: object) -> list[nn.Module]:
-        if not isinstance(entry, (str, type, nn.Module)):
+        if isinstance(entry, type) and issubclass(entry, nn.Module):
+            instances = [module for module in model.modules() if isinstance(module, entry)]
+            inner = [module for module in instances if module is not model]
+            if inner or (instances and setting == "units"):
+                selected[entry] = inner
+        elif not isinstance(entry, (str, nn.Module)):
             raise TypeError(
                 f"{setting} contains {entry!r}, which is not supported. Use modules, their classes, or names of either"
             )

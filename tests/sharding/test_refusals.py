@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -221,6 +222,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"units": "third"}, "^ValueError.*units.*third"),
     ({"units": 2}, "^TypeError.*units=2"),
     ({"units": [1, 2]}, "^TypeError.*units contains 1"),
+    ({"units": {object}}, "^TypeError.*units contains <class 'object'>, which is not supported"),
+    ({"units": int}, "^TypeError.*units contains <class 'int'>, which is not supported"),
     ({"units": [[]]}, "^ValueError.*units contains an empty list"),
     ({"units": [["first", 3]]}, "^TypeError.*units contains 3, which is not supported. Use modules, their classes"),
     (
@@ -270,6 +273,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "ignored_modules contains a Linear, which this .*modules first, second",
     ),
     ({"ignored_modules": [3]}, "^TypeError.*ignored_modules contains 3"),
+    ({"ignored_modules": object}, "^TypeError.*ignored_modules contains <class 'object'>"),
+    ({"ignored_modules": nn.Conv2d}, "^ValueError.*ignored_modules contains Conv2d, which this model does not have"),
 ]
 
 STRIDED = [[0, 2], [1, 3]]
@@ -551,6 +556,13 @@ def test_a_refused_transform_leaves_nothing_behind(rank: int) -> None:
     assert_same_bits(model, net, "after a refusal")
 
 
+class Registered(nn.Module, metaclass=ABCMeta):
+    """Abstract class with a virtual subclass."""
+
+
+Registered.register(nn.Linear)
+
+
 class Foreign(nn.Module):
     """Model with another framework's parameter: a DTensor on one axis, which the model gathers itself."""
 
@@ -577,6 +589,17 @@ def test_ways_out_work(rank: int) -> None:
     model = _shard(nested, units={nn.Sequential})
     _train(model)
     assert layerzero.traffic(model).calls["gather"] == 2 * 2
+
+    # A key of units that is the name of one of their modules.
+    model = _shard(units=lambda name, module: "first" if name in ("first", "second") else name == "head")
+    assert [unit.name for unit in layerzero.units(model)] == ["", "first", "head"]
+    _train(model)
+
+    # A class in ignored_modules, and a class that others are registered with.
+    for entry in (nn.Linear, [nn.Linear], Registered, [Registered]):
+        model = _shard(ignored_modules=entry)
+        assert [name for name, p in model.named_parameters() if isinstance(p, DTensor)] == ["shift"]
+        assert len(layerzero.units(_shard(units=entry))) == 4, entry
 
     # Buffers in the dtype of the computation.
     _train(_shard(_normed(), mp_policy=PrecisionPolicy.of(BF16, buffer_dtype=torch.bfloat16)))
