@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from layerzero.comm.codecs import DifferenceCodec, GatherCodec
-from layerzero.utils.add_ons import addon
+from layerzero.utils.add_ons import addon, has_addon
 
 __all__ = [
     "ACCUMULATIONS",
@@ -463,6 +463,8 @@ class LayerZeroConfig:
             compared["compression that codecs.refresh uses"] = (
                 addon("slow_links").LosslessDifferences.best().compression
             )
+        if self.shared_memory != "off":
+            compared["add-on for shared memory"] = "installed" if has_addon("shared_memory") else "missing"
         names = ("zero3_size", "prefetch", "shared_memory", "sync_module_states")
         compared |= {name: getattr(self, name) for name in names}
         return compared | {"reshard_after_forward": "a callable" if callable(reshards) else reshards}

@@ -11,6 +11,7 @@ An add-on imports from the core only public names of ``layerzero`` and the names
   sends the new values to the compute weights of all replicas.
 - Codecs encode messages, an :class:`EncodedRefresher` sends refreshes, a :class:`GatherExtension` gathers one
   parameter, and an :class:`UpdateRule` decides who updates which rows.
+- A :class:`Transport` moves weights and gradients between the ranks of one ZeRO-3 group.
 - :func:`require_equal` compares values between ranks before an operation that depends on them.
 """
 
@@ -27,6 +28,7 @@ from layerzero.comm.collectives import (
     Communicator,
     LaunchedCollective,
     PendingCollective,
+    PendingReduction,
     PendingSmallGather,
     all_gather,
     all_gather_small,
@@ -36,7 +38,9 @@ from layerzero.comm.collectives import (
     broadcast,
     connect,
     connect_pairs,
+    launching,
     send_recv,
+    timeout_of,
 )
 from layerzero.comm.gather_text import all_gather_text, require_numpy
 from layerzero.comm.mesh_info import MeshInfo
@@ -52,12 +56,21 @@ from layerzero.comm.refreshers import (
     refresh_buffer_sizes,
 )
 from layerzero.comm.traffic_counters import TrafficCounters
-from layerzero.comm.waits import may_wait
+from layerzero.comm.transport.base import (
+    BufferDemand,
+    FullBuffer,
+    GatherOptions,
+    SendBuffer,
+    Transport,
+    TransportTraits,
+)
+from layerzero.comm.waits import NamedWait, may_wait, raise_verdict, waiting
 from layerzero.comm.watchdog import new_scope
 from layerzero.config import ACCUMULATIONS, AUTO, UNSUPPORTED, Accumulation, Policy, Units, codec_text, refuse_old_names
 from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
-from layerzero.device.streams import DeferredCollectiveError, ThreadStream
+from layerzero.device.profiling import profiler_range
+from layerzero.device.streams import DeferredCollectiveError, PendingWait, ThreadStream
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.gather_extension import ExtendedGather, GatheredBytes, GatherExtension
 from layerzero.dtensor.lazy_grad import plain_access
@@ -91,7 +104,7 @@ from layerzero.sharding.unit_selection import UnitDefinition, block_classes
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
-from layerzero.utils.machine import boot_id
+from layerzero.utils.machine import available_memory, boot_id
 from layerzero.utils.nonfinite import any_not_finite, format_first_names, max_magnitudes, nonfinite_names
 from layerzero.utils.text_tables import parameters_text, seconds_text, size_text, table
 
@@ -102,6 +115,7 @@ __all__ = [
     "REFRESHES_IN_FLIGHT",
     "UNSUPPORTED",
     "Accumulation",
+    "BufferDemand",
     "BufferPool",
     "Collective",
     "Communicator",
@@ -111,9 +125,11 @@ __all__ = [
     "ExtendedGather",
     "Extent",
     "FlatLayout",
+    "FullBuffer",
     "FullBufferPool",
     "FullParam",
     "GatherExtension",
+    "GatherOptions",
     "GatheredBytes",
     "Handle",
     "HandleSpec",
@@ -127,20 +143,26 @@ __all__ = [
     "ModelGroups",
     "ModelParallelSpec",
     "ModelRanks",
+    "NamedWait",
     "ParamRows",
     "ParamView",
     "PendingCollective",
+    "PendingReduction",
     "PendingRefresh",
     "PendingSmallGather",
+    "PendingWait",
     "Policy",
     "RefreshInput",
     "RowShardSpec",
     "RowShardedTensor",
+    "SendBuffer",
     "Size",
     "Slot",
     "StepObserver",
     "ThreadStream",
     "TrafficCounters",
+    "Transport",
+    "TransportTraits",
     "UnitDefinition",
     "UnitSpec",
     "Units",
@@ -158,6 +180,7 @@ __all__ = [
     "any_not_finite",
     "as_integers",
     "attach",
+    "available_memory",
     "block_classes",
     "boot_id",
     "broadcast",
@@ -177,6 +200,7 @@ __all__ = [
     "has_peers",
     "host_memory",
     "kinds_that_need_full_params",
+    "launching",
     "load_named",
     "local_rows",
     "max_magnitudes",
@@ -191,6 +215,8 @@ __all__ = [
     "plan_unit_specs",
     "plan_units",
     "predicted_traffic",
+    "profiler_range",
+    "raise_verdict",
     "record_writes",
     "refresh_buffer_sizes",
     "refuse_old_names",
@@ -211,7 +237,9 @@ __all__ = [
     "sum64",
     "synchronize_current_stream",
     "table",
+    "timeout_of",
     "torch_registration",
+    "waiting",
 ]
 
 _T = TypeVar("_T", bound=StepObserver)

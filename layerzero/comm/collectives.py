@@ -9,7 +9,7 @@ On gloo, a reduce-scatter is an all-to-all of the pieces followed by local addit
 many bytes as gloo's reduce-scatter and is faster. It adds in the accumulator's precision regardless of the wire dtype,
 and returns bitwise identical results on every run. Other backends use their own reduce-scatter, which adds in the wire
 dtype, unless `fp32_accumulation` is set. Ranks that share memory read the pieces in place and add
-them in the same order, so the results are bitwise identical; see comm/transport/shared_memory.py.
+them in the same order, so the results are bitwise identical; see layerzero/shared_memory/transport.py.
 
 [Note: Unequal parts]
 NCCL has no all-gather or reduce-scatter for unequal parts. torch replaces them with one broadcast or one reduction per
@@ -76,7 +76,6 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "broadcast_group",
-    "collective_error",
     "connect",
     "connect_pairs",
     "encoded_buffer_sizes",
@@ -638,11 +637,6 @@ def send_recv(
         if to is not None and sent.numel():
             works.append(dist.isend(sent, group=comm.group, group_dst=to))
         return launched.attach_transfers(*(work for work in works if work is not None))
-
-
-def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
-    """Convert `error`, raised by a wait for ranks that share memory, into an error that names the missing ranks."""
-    return LaunchedCollective(comm, collective, name, 0).failure_error(error)
 
 
 def all_reduce(

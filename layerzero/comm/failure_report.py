@@ -4,7 +4,7 @@ If a rank dies, its collectives with other ranks fail, at the latest after their
 error, and each of the other ranks then raises an error that names the missing ranks, unless the store died with them.
 With NCCL, `wait` never raises. layerzero's watchdog then logs which ranks are late (watchdog.py), and
 torch's watchdog ends the process after the timeout. If ranks share memory, a rank that waits for a process that has
-exited raises an error at once (transport/shm_counters.py).
+exited raises an error at once (shared_memory/counters.py).
 
 The diagnosis runs after a collective has failed. Before that, `watchdog` reports late ranks.
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
-__all__ = ["ADD_ONS", "addon"]
+__all__ = ["ADD_ONS", "addon", "has_addon"]
 
 ADD_ONS = {
     "extensions": "layerzero.extensions",  # all-gather extensions of tensor subclasses, such as float8
     "muon": "layerzero.muon.owner_table",  # owners, for optimizers that need full parameters
+    "shared_memory": "layerzero.shared_memory",  # transport between ranks on the CPUs of one machine
     "slow_links": "layerzero.slow_links",  # encoded refreshes
     "yaml": "layerzero.integrations.yaml_file",  # settings from a YAML file
 }
+
+
+def has_addon(name: str) -> bool:
+    """Return whether the installed package has an add-on, without importing it."""
+    try:
+        return importlib.util.find_spec(ADD_ONS[name]) is not None
+    except ModuleNotFoundError:  # a package that contains it is missing
+        return False
 
 
 def addon(name: str) -> Any:

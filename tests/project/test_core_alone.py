@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import layerzero
 from layerzero import _ADD_ONS
+from layerzero.utils import add_ons
+from tests.support.ranks import run_sharing
 
 ROOT = Path(__file__).parents[2]
 # Python imports this module first in each process. Imports of add-ons then fail, as if their files were gone.
@@ -57,12 +60,41 @@ for name in ("EMA", "checkpoint", "verify"):
         getattr(layerzero, name)
 with pytest.raises(ImportError, match="add-on 'yaml'"):
     layerzero.LayerZeroConfig.from_yaml("settings.yaml")
+with pytest.raises(ImportError, match="add-on 'shared_memory'"):
+    layerzero.extend.addon("shared_memory")
 """
 
 
 def test_a_missing_add_on_is_named_where_it_is_needed(tmp_path: Path) -> None:
     done = _run(tmp_path, "-c", WITHOUT)
     assert done.returncode == 0, done.stderr
+
+
+def transport(rank: int) -> str:
+    return layerzero.traffic(layerzero.shard_model(nn.Linear(4, 4), zero3_size=2)).transport
+
+
+SHARES_NOTHING = """
+from tests.project.test_core_alone import transport
+from tests.support.ranks import run_sharing
+assert run_sharing(transport, world_size=2) == ["process_group"] * 2
+"""
+
+
+def test_ranks_use_process_groups_if_the_add_on_for_shared_memory_is_missing(tmp_path: Path) -> None:
+    done = _run(tmp_path, "-c", SHARES_NOTHING)
+    assert done.returncode == 0, done.stderr
+
+
+def _misses_the_add_on(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(add_ons.ADD_ONS, "shared_memory", "layerzero.gone" if rank else "layerzero.shared_memory")
+        with pytest.raises(ValueError, match="add-on for shared memory"):
+            layerzero.shard_model(nn.Linear(4, 4), zero3_size=2)
+
+
+def test_the_add_on_for_shared_memory_is_on_all_ranks_or_none() -> None:
+    run_sharing(_misses_the_add_on, world_size=2)
 
 
 LOADED = """

@@ -18,7 +18,7 @@ FLOORS = [
     ("estimates", "full_state"),
     ("sharding", "optimizers", "reports"),
     ("extend",),
-    ("extensions", "slow_links", "muon", "ema"),
+    ("extensions", "shared_memory", "slow_links", "muon", "ema"),
     ("outer_steps", "weight_stream"),
     ("integrations.yaml_file",),  # read by planning, megatron and the command line
     ("planning", "verification", "reliability", "step_trace"),
@@ -71,9 +71,9 @@ def test_every_form_of_import_is_found() -> None:
     transport = "layerzero.comm.transport"
     for line, found in (
         (f"from {transport}.base import Transport", {f"{transport}.base"}),
-        (f"from {transport} import shared_memory, TRAITS", {transport, f"{transport}.shared_memory"}),
+        (f"from {transport} import process_group, TRAITS", {transport, f"{transport}.process_group"}),
         ("from layerzero.comm import transport", {"layerzero.comm", transport}),
-        (f"import {transport}.shared_memory as shared", {f"{transport}.shared_memory"}),
+        (f"import {transport}.process_group as groups", {f"{transport}.process_group"}),
         ("import torch", set()),
     ):
         assert set(_imports(ast.parse(line), for_types=True)) == found, line
@@ -91,14 +91,13 @@ def test_imports_point_one_way() -> None:
 
 
 def test_only_the_selection_names_a_transport() -> None:
-    folder = "layerzero.comm.transport"
-    concrete = {f"{folder}.process_group", f"{folder}.shared_memory"}
+    concrete = ("layerzero.comm.transport.process_group", "layerzero.shared_memory")
     wrong = {
         module: named
         for module, imported in _modules(for_types=True).items()
-        if (named := {each for each in imported if each in concrete or each.startswith(f"{folder}.shm_")})
-        and module != f"{folder}.selection"
-        and not (module == f"{folder}.shared_memory" or module.startswith(f"{folder}.shm_"))
+        if (named := {each for each in imported if each.startswith(concrete)})
+        and module != "layerzero.comm.transport.selection"
+        and not module.startswith("layerzero.shared_memory")
     }
     assert not wrong, wrong
 

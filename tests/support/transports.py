@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero
-from layerzero.comm.transport.shared_memory import SharedMemoryTransport
-from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool
-from layerzero.comm.transport.shm_rendezvous import map_shared_segment
-from layerzero.comm.transport.shm_segment import SegmentSizes
 from layerzero.engine.hooks import get_state
+from layerzero.shared_memory.buffers import RING_BYTES, SharedBufferPool
+from layerzero.shared_memory.rendezvous import map_shared_segment
+from layerzero.shared_memory.segment import SegmentSizes
+from layerzero.shared_memory.transport import SharedMemoryTransport
 from tests.support.models import integer_net
 
 

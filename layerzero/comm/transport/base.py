@@ -7,10 +7,10 @@ A :class:`Transport` provides three kinds of memory:
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
 A transport also runs the reduce-scatter of hop 1 (see [Note: Three extents] in layout/shard_grid.py for the hops).
-There are two transports. `process_group` calls all-gather and reduce-scatter of the backend. `shared_memory` maps the
-weights and the sent gradients of all ranks into each rank, which reads them in place. It is used if all ranks of the
-ZeRO-3 group compute on CPUs of one machine with gloo, unless it is disabled; see `selection`. The replica axis always
-uses process groups. Formulas for memory and traffic depend only on :class:`TransportTraits`.
+There are two transports. `process_group` calls all-gather and reduce-scatter of the backend. The add-on `shared_memory`
+maps the weights and the sent gradients of all ranks into each rank, which reads them in place. It is used if all ranks
+of the ZeRO-3 group compute on CPUs of one machine with gloo, unless it is disabled; see `selection`. The replica axis
+always uses process groups. Formulas for memory and traffic depend only on :class:`TransportTraits`.
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers may read at any time. Shards are then written in

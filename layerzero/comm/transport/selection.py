@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterable
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import BufferDemand, Transport, TransportTraits
 from layerzero.comm.transport.process_group import ProcessGroupTransport
-from layerzero.comm.transport.shared_memory import TRAITS, SharedMemoryTransport
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.utils.add_ons import addon, has_addon
 
 __all__ = ["may_share_memory", "select_transports"]
 
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
-    """Return whether the ranks of a ZeRO-3 group should try to share memory, which requires the CPU and gloo.
+    """Return whether the ranks of a ZeRO-3 group should try to share memory.
+
+    This requires the CPU, gloo and the add-on. ``shard_model`` has compared whether the ranks have the add-on.
 
     Args:
         setting: value of ``shard_model(shared_memory=...)``.
     """
     on_cpu = mesh_info.device.type == "cpu" and mesh_info.zero3_reduce_comm.is_gloo
-    return setting != "off" and mesh_info.zero3_size > 1 and on_cpu
+    return setting != "off" and mesh_info.zero3_size > 1 and on_cpu and has_addon("shared_memory")
 
 
 def select_transports(
@@ -42,7 +44,8 @@ def select_transports(
     """
     meshes = tuple(meshes)
     if len(meshes) == 1 and may_share_memory(meshes[0], setting):
-        shared = SharedMemoryTransport.connect(meshes[0], demand(TRAITS))
+        transport = addon("shared_memory").SharedMemoryTransport
+        shared: Transport | None = transport.connect(meshes[0], demand(transport.traits))
         if shared is not None:
             return {meshes[0]: shared}
     return {mesh_info: ProcessGroupTransport(mesh_info, scratch, full) for mesh_info in meshes}

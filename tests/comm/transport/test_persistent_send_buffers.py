@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
-from layerzero.comm.transport.shm_buffers import SharedBufferPool
 from layerzero.engine.hooks import get_state
+from layerzero.shared_memory.buffers import SharedBufferPool
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
     assert_close,

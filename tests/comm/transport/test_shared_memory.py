@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.transport import shm_segment
-from layerzero.comm.transport.shm_rendezvous import map_shared_segment
-from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.engine.hooks import get_state
+from layerzero.shared_memory import segment
+from layerzero.shared_memory.rendezvous import map_shared_segment
+from layerzero.shared_memory.segment import SegmentSizes, SharedSegment
 from layerzero.utils.machine import available_memory
 from tests.support.crashing import survivors
 from tests.support.graphs import batch, blocks, loss_of, message_of, one_pass, sgd, shard, train_step
@@ -189,7 +189,7 @@ def test_a_container_that_is_full_has_no_shared_memory(
     assert available_memory(tmp_path) > 1_000_000, "no limit"
     (where / limit).write_text("1000000\n")
     assert available_memory(tmp_path) == 100_120
-    monkeypatch.setattr(shm_segment, "available_memory", lambda: available_memory(tmp_path))
+    monkeypatch.setattr(segment, "available_memory", lambda: available_memory(tmp_path))
     region = SegmentSizes(num_counters=4, common=1 << 16, part=1 << 16, predicted=1 << 12)
     file, _ = SharedSegment.create(region, 2)
     try:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import PendingReduction
-from layerzero.comm.transport.shm_buffers import RING_BYTES, aligned_bytes
-from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
+from layerzero.shared_memory.buffers import RING_BYTES, aligned_bytes
+from layerzero.shared_memory.counters import LINE, SharedCounters
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
 from tests.support.ranks import on_ranks

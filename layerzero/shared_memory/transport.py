@@ -2,11 +2,11 @@
 
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
-the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one `RefreshRound` of the
-weight refresher. A rank increments its counter ARRIVED when it arrives at a round. From then on, its earlier passes no
-longer read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the
-master itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this
-case, the rank arrives at the round before that write.
+the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in comm/transport/base.py. A round is one
+`RefreshRound` of the weight refresher. A rank increments its counter ARRIVED when it arrives at a round. From then on,
+its earlier passes no longer read the weights, and its next pass follows the round. Ranks write only after all ranks
+have arrived. If the master itself is in shared memory (fp32), the first write is the update by the optimizer or a write
+by the user. In this case, the rank arrives at the round before that write.
 
 A rank that has arrived must not read weights before the end of the round. Therefore a rank also marks the handles as
 written when it arrives. A forward pass then begins with the refreshes of the handles, and a backward pass raises.
@@ -31,18 +31,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.comm.collectives import (
+from layerzero.extend import (
+    BufferDemand,
     Collective,
+    Extent,
+    FlatLayout,
+    FullBuffer,
+    GatherOptions,
+    LaunchedCollective,
+    MeshInfo,
     PendingCollective,
     PendingReduction,
-    collective_error,
+    PendingRefresh,
+    PendingWait,
+    Size,
+    ThreadStream,
+    Transport,
+    TransportTraits,
     launching,
+    profiler_range,
 )
-from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.refreshers import PendingRefresh
-from layerzero.comm.traffic_counters import display_name
-from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
-from layerzero.comm.transport.shm_buffers import (
+from layerzero.shared_memory.buffers import (
     FIRST_FREE_COUNTER,
     RING_BYTES,
     PendingPeers,
@@ -50,18 +59,12 @@ from layerzero.comm.transport.shm_buffers import (
     SharedSendBuffer,
     aligned_bytes,
 )
-from layerzero.comm.transport.shm_counters import wait_for_peers
-from layerzero.comm.transport.shm_rendezvous import map_shared_segment
-from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
-from layerzero.device.buffer_pools import Size
-from layerzero.device.profiling import profiler_range
-from layerzero.device.streams import PendingWait, ThreadStream
-from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import Extent
+from layerzero.shared_memory.counters import wait_for_peers
+from layerzero.shared_memory.rendezvous import map_shared_segment
+from layerzero.shared_memory.segment import SegmentSizes, SharedSegment
 
-__all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "segment_sizes"]
+__all__ = ["SharedFullBuffer", "SharedMemoryTransport", "segment_sizes"]
 
-TRAITS = TransportTraits(sums_locally=True, shares_memory=True)
 _ARRIVED = FIRST_FREE_COUNTER
 _PASSES = _ARRIVED + 1
 _FIRST_HANDLE = _PASSES + 1
@@ -93,11 +96,11 @@ class SharedMemoryTransport(Transport):
         send_scratch: number of scratch buffers that hop 1 uses at the same time, by size.
     """
 
-    traits = TRAITS
+    traits = TransportTraits(sums_locally=True, shares_memory=True)
 
     def __init__(self, segment: SharedSegment, mesh_info: MeshInfo, send_scratch: Mapping[Size, int]) -> None:
-        explain = partial(collective_error, mesh_info.zero3_reduce_comm, Collective.HOP1, "")
-        self.send_scratch: SharedBufferPool = SharedBufferPool(segment, explain, send_scratch)
+        hop1 = LaunchedCollective(mesh_info.zero3_reduce_comm, Collective.HOP1, name="", sent=0)
+        self.send_scratch: SharedBufferPool = SharedBufferPool(segment, hop1, send_scratch)
         self._segment = segment
         self._mesh_info = mesh_info
         self._rounds = 0
@@ -136,7 +139,7 @@ class SharedMemoryTransport(Transport):
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         """Start hop 1, in which each rank reads its pieces directly from the memory of the other ranks.
 
-        See [Note: Reuse of send buffers] in shm_buffers.py.
+        See [Note: Reuse of send buffers] in buffers.py.
         """
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_scratch
         numel = flat.numel() // comm.size
@@ -210,10 +213,9 @@ class SharedMemoryTransport(Transport):
             counters.wait(counter, target)
             return
         # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
-        refresh = Collective.REFRESH
-        explain = partial(collective_error, self._mesh_info.zero3_gather_comm, refresh, name)
+        refresh = LaunchedCollective(self._mesh_info.zero3_gather_comm, Collective.REFRESH, name, sent=0)
         with profiler_range("wait", Collective.GATHER.value, name):
-            wait_for_peers(counters, counter, target, doing=display_name(refresh, name), explain=explain)
+            wait_for_peers(counters, counter, target, refresh)
 
 
 def _publish_when_complete(works: PendingRefresh, memory: SharedSegment, counter: int) -> None:

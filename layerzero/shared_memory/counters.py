@@ -29,9 +29,9 @@ import platform
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from layerzero.comm.waits import NamedWait, raise_verdict, waiting
+from layerzero.extend import LaunchedCollective, NamedWait, raise_verdict, waiting
 
 __all__ = ["LINE", "SharedCounters", "unsupported_platform_reason", "wait_for_peers"]
 
@@ -164,23 +164,20 @@ class SharedCounters:
         return kind != fcntl.F_UNLCK
 
 
-def wait_for_peers(
-    counters: SharedCounters, counter: int, target: int, *, doing: str, explain: Callable[[Exception], Exception]
-) -> None:
+def wait_for_peers(counters: SharedCounters, counter: int, target: int, reported: LaunchedCollective) -> None:
     """Wait until the counter with index `counter` of every other rank has reached `target`.
 
     Args:
-        doing: name of the operation, for messages.
-        explain: function that returns the error to raise after a failed wait.
+        reported: collective that messages name, and that makes the error to raise after a failed wait.
     """
     if not counters.ranks_below(counter, target):
         counters.wait(counter, target)
         return
     try:
-        with waiting(NamedWait(doing, lambda store: counters.absent(counter, target))):
+        with waiting(NamedWait(reported.status.doing, lambda store: counters.absent(counter, target))):
             counters.wait(counter, target)
     except RuntimeError as error:
-        raise explain(error) from error
+        raise reported.failure_error(error) from error
 
 
 def _os_error(call: str) -> OSError:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero.comm.transport.shm_counters import SharedCounters
-from layerzero.utils.machine import available_memory
+from layerzero.extend import available_memory
+from layerzero.shared_memory.counters import SharedCounters
 
 __all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "round_up_to_pages"]
 
@@ -67,7 +67,7 @@ def _label(token: int) -> str:
 class SharedSegment:
     """Memory mapping that the ranks on one machine share.
 
-    Created by :func:`layerzero.comm.transport.shm_rendezvous.map_shared_segment`.
+    Created by :func:`layerzero.shared_memory.rendezvous.map_shared_segment`.
 
     Attributes:
         size: number of ranks.

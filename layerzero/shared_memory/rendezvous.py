@@ -8,11 +8,9 @@ import socket
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.agreement import has_peers, require_equal
-from layerzero.comm.collectives import Collective, Communicator, broadcast, timeout_of
-from layerzero.comm.transport.shm_counters import unsupported_platform_reason
-from layerzero.comm.transport.shm_segment import SegmentDescriptor, SegmentSizes, SharedSegment
-from layerzero.utils.machine import boot_id
+from layerzero.extend import Collective, Communicator, boot_id, broadcast, has_peers, require_equal, timeout_of
+from layerzero.shared_memory.counters import unsupported_platform_reason
+from layerzero.shared_memory.segment import SegmentDescriptor, SegmentSizes, SharedSegment
 
 __all__ = ["map_shared_segment"]
 

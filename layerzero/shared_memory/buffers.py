@@ -20,17 +20,16 @@ buffers of earlier gradients. Therefore the rank with the least progress can alw
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.transport.base import SendBuffer
-from layerzero.comm.transport.shm_counters import LINE, SharedCounters, wait_for_peers
-from layerzero.comm.transport.shm_segment import SharedSegment
-from layerzero.device.buffer_pools import BufferPool, Size
+from layerzero.extend import BufferPool, LaunchedCollective, SendBuffer, Size
+from layerzero.shared_memory.counters import LINE, SharedCounters, wait_for_peers
+from layerzero.shared_memory.segment import SharedSegment
 
 __all__ = [
     "RING_BYTES",
@@ -57,20 +56,20 @@ class SharedBufferPool(BufferPool):
 
     Args:
         memory: segment that the ranks of the ZeRO-3 group have mapped.
-        explain: function that returns the error to raise after a failed wait for another rank.
+        hop1: collective that failed waits for another rank report.
         predicted: number of buffers to create before buffers are reused, by size.
     """
 
     def __init__(
         self,
         memory: SharedSegment,
-        explain: Callable[[Exception], Exception],
+        hop1: LaunchedCollective,
         predicted: Mapping[Size, int] = MappingProxyType({}),
     ) -> None:
         super().__init__(torch.device("cpu"), predicted)
         self._memory = memory
         self._counters = memory.counters
-        self._explain = explain
+        self._hop1 = hop1
         self._used = RING_BYTES  # bytes of the part that are in use
         self._offsets: dict[int, int] = {}  # offset of each buffer in the part, by address of the buffer
         self._sent_as: dict[int, int] = {}  # number of the gradient last sent from each buffer, by address
@@ -173,7 +172,7 @@ class SharedBufferPool(BufferPool):
         self._counters.increment(CONSUMED)
 
     def _wait_consumed(self, number: int) -> None:
-        wait_for_peers(self._counters, CONSUMED, number, doing="hop 1", explain=self._explain)
+        wait_for_peers(self._counters, CONSUMED, number, self._hop1)
 
 
 class SharedSendBuffer(SendBuffer):
