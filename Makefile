@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 RANKS ?= 4
+# The oldest that pyproject.toml allows, and the newest
+TORCH_VERSIONS ?= 2.11.0 2.14.1
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
+.PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick torch-versions check format coverage docs pages dist bench bench-gpu compare clean
 
 demo: $(VENV)/base  ## train a small GPT on 4 ranks of this machine, two to four minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -45,9 +47,15 @@ test-megatron:  ## layerzero.megatron with the newest Megatron-Core, on Python 3
 		$(VENV)-megatron/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/megatron $(ARGS); \
 	else echo "skipped: megatron-core 0.19 needs Python 3.12, and none was found. Name one in PYTHON312"; fi
 
+QUICK := tests/end_to_end/test_parity.py tests/engine/test_accumulation.py tests/engine/test_grad_attribute.py \
+	tests/engine/test_gradient_storage.py tests/layout/test_flat_layout.py tests/sharding/test_errors.py tests/sharding/test_refusals.py
+
 quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
-	$(PYTEST) tests/end_to_end/test_parity.py tests/engine/test_accumulation.py tests/engine/test_grad_attribute.py tests/engine/test_gradient_storage.py \
-		tests/layout/test_flat_layout.py tests/sharding/test_errors.py tests/sharding/test_refusals.py $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
+
+torch-versions: $(TORCH_VERSIONS:%=$(VENV)-torch-%/ready)  ## the private names of torch, and make quick, with the oldest and the newest torch
+	for version in $(TORCH_VERSIONS); do $(VENV)-torch-$$version/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+		tests/project/test_torch_compat.py $(QUICK) $(ARGS) || exit 1; done
 
 check: $(VENV)/ready  ## without the test suite: format, lint, types, import directions
 	$(BIN)/ruff format --check .
@@ -109,6 +117,14 @@ $(VENV)-megatron/ready: requirements.txt constraints.txt requirements-megatron-0
 	$(VENV)-megatron/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# The packages of the tests, with another torch
+$(VENV)-torch-%/ready: requirements.txt constraints.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)-torch-$*
+	sed -n 's/^torch==.*/torch==$*/; s/ *#.*//; /==/p' requirements.txt > $(VENV)-torch-$*/requirements.txt
+	$(VENV)-torch-$*/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VENV)-torch-$*/requirements.txt
+	$(VENV)-torch-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 $(VENV)/docs: $(VENV)/ready requirements-docs.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@
@@ -121,4 +137,4 @@ $(VENV)/bench: $(VENV)/ready requirements-bench.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-megatron build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(VENV)-megatron $(VENV)-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

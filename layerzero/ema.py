@@ -22,6 +22,7 @@ from layerzero.extend import (
     rows_of,
     sharded,
     shorten_names,
+    torch_compat,
 )
 
 __all__ = ["EMA", "own_rows"]
@@ -112,9 +113,9 @@ class EMA:
         self._add_missing_averages()
         masters = [handle.weights.master for handle in self._handles]
         if self.n_averaged == 0:
-            torch._foreach_copy_(self._averages, masters)
+            torch_compat.foreach_copy_(self._averages, masters)
         else:
-            torch._foreach_lerp_(self._averages, masters, 1 - self.decay)
+            torch_compat.foreach_lerp_(self._averages, masters, 1 - self.decay)
         self.n_averaged += 1
 
     @contextmanager

@@ -46,7 +46,7 @@ from layerzero.comm.gather_text import all_gather_text, require_numpy
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import LateMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields, mesh_group, torch_registration
+from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields, mesh_group
 from layerzero.comm.refreshers import (
     COMPARE_EVERY,
     REFRESHES_IN_FLIGHT,
@@ -101,6 +101,7 @@ from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.unit_selection import UnitDefinition, block_classes
+from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
@@ -238,7 +239,7 @@ __all__ = [
     "synchronize_current_stream",
     "table",
     "timeout_of",
-    "torch_registration",
+    "torch_compat",
     "waiting",
 ]
 

@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,6 +46,7 @@ from layerzero.extend import (
     PendingCollective,
     all_gather,
     require_equal,
+    torch_compat,
 )
 
 __all__ = ["inner_tensor", "reason_not_extensible", "split_parameter"]
@@ -257,7 +257,7 @@ class _ExtendedGather(ExtendedGather):
         """Fill the gathered parameter by passing the received tensors to the class's ``fsdp_post_all_gather``."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.allocate(storage, nbytes)
-        with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
+        with _without_autograd(), torch_compat.preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
     def free(self, storages: FullBufferPool) -> None:

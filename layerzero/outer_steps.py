@@ -58,6 +58,7 @@ from layerzero.extend import (
     require_equal,
     sharded,
     sum64,
+    torch_compat,
 )
 
 __all__ = ["OuterSteps", "outer"]
@@ -413,7 +414,7 @@ class OuterSteps(StepObserver):
         flat = torch.cat(rows).to(device)
         all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
         flat.div_(self._comm.size)
-        torch._foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
+        torch_compat.foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
         record_writes(gradient for gradient in gradients if gradient is not None)
 
     def _require_usable(self) -> None:

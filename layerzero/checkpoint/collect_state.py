@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import Encoder, to_subclass_entry
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames, rename_params
-from layerzero.extend import LayerZeroState, format_first_names, local_rows, nonfinite_names
+from layerzero.extend import LayerZeroState, format_first_names, local_rows, nonfinite_names, torch_compat
 
 __all__ = ["CollectedState", "collect", "topology_entry"]
 
@@ -139,7 +138,7 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
     """
     for name, values in state.items():
         for key, value in values.items() if name in names.members else ():
-            for leaf in tree_leaves(value):
+            for leaf in torch_compat.tree_leaves(value):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.ndim:
                     raise TypeError(
                         f"optimizer.state.{name}.{key} cannot be saved, because its shape {list(leaf.shape)} is "

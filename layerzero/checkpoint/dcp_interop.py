@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -26,7 +25,7 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
-from layerzero.extend import LayerZeroState
+from layerzero.extend import LayerZeroState, torch_compat
 
 __all__ = ["load_dcp", "reader"]
 
@@ -112,7 +111,7 @@ def _read_tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str
     leaves: dict[str, Any] = {
         key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
     }
-    return unflatten_state_dict(leaves, paths)
+    return torch_compat.unflatten_state_dict(leaves, paths)
 
 
 def _read(storage: FileSystemReader, values: dict[str, Any]) -> None:
@@ -160,7 +159,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
         manifest.verify()
     files = CheckpointFiles(manifest)
     tree = files.contents.values(None)
-    flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
+    flat, _ = torch_compat.flatten_state_dict({key: value for key, value in tree.items() if value is not None})
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, StoredRef)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, StoredRef)}
     return SafetensorsReader(files, names, values)

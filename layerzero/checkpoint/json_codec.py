@@ -31,10 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes
-from layerzero.extend import LocalShard
+from layerzero.extend import LocalShard, torch_compat
 
 __all__ = [
     "DTYPES",
@@ -143,7 +142,7 @@ class StoredRef(Tensor):
 
 def refs_in(values: Any) -> list[StoredRef]:
     """Return the references to stored tensors in decoded values."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, StoredRef)]
+    return [leaf for leaf in torch_compat.tree_leaves(values) if isinstance(leaf, StoredRef)]
 
 
 def fill_refs(values: Any, tensor_of: Callable[[str], Tensor | None]) -> Any:
@@ -153,7 +152,7 @@ def fill_refs(values: Any, tensor_of: Callable[[str], Tensor | None]) -> Any:
         tensor = tensor_of(ref.key)
         return tensor.numpy() if ref.is_array and tensor is not None else tensor
 
-    return tree_map_only(StoredRef, filled, values)
+    return torch_compat.tree_map_only(StoredRef, filled, values)
 
 
 @dataclass

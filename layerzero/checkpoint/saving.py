@@ -25,7 +25,7 @@ from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clear_leftovers, rotate
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_registration
+from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_compat
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 
@@ -230,7 +230,7 @@ def _write(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
 def _write_on_all_ranks(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
     first = dist.get_rank(group) == 0
     try:
-        with torch_registration(group):
+        with torch_compat.torch_registration(group):
             write_tensors(writer.state.tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as error:
         if first:

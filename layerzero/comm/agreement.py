@@ -20,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
 from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
+from layerzero.utils.torch_compat import default_store
 
 __all__ = ["format_values", "has_peers", "require_equal"]
 
@@ -105,7 +106,7 @@ def _exchange_fields(
     timeout: timedelta | None,
 ) -> str:
     """Publish the fields of this rank and return the first rank's verdict. See [Note: Lifetime of store keys]."""
-    store = _get_default_store()
+    store = default_store()
     timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]

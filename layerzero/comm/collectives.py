@@ -53,7 +53,7 @@ from torch import Tensor
 
 from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
-from layerzero.comm.process_groups import HeldGroup, backend_timeout
+from layerzero.comm.process_groups import HeldGroup
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, display_name
 from layerzero.comm.waits import SLICE, WaitCycleError, WaitState, waiting
 from layerzero.device.accelerator import compute_device, device_module
@@ -61,6 +61,7 @@ from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import DeferredCollectiveError, DeviceStream
+from layerzero.utils.torch_compat import backend_timeout
 
 __all__ = [
     "Collective",

@@ -27,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from layerzero.utils.torch_compat import default_store
 
 __all__ = ["HINT", "CollectiveError", "RankStatus", "diagnose", "order_difference", "publish_status", "read_statuses"]
 
@@ -77,7 +78,7 @@ class CollectiveError(RuntimeError):
 
 def publish_status(status: RankStatus) -> None:
     """Publish the status of this rank in the store, without waiting for an answer."""
-    _get_default_store().set(_status_key(dist.get_rank()), json.dumps(asdict(status)))
+    default_store().set(_status_key(dist.get_rank()), json.dumps(asdict(status)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
@@ -85,7 +86,7 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
 
     If `found` is not None, each status is added to `found` as soon as it has been read.
     """
-    store = _get_default_store()
+    store = default_store()
     found = {} if found is None else found
     for rank in ranks:
         if store.check([_status_key(rank)]):
@@ -135,7 +136,7 @@ def _query_store(status: RankStatus, others: Sequence[int], *, seconds: float) -
         try:
             publish_status(status)
             _receive_statuses(others, statuses, seconds=seconds)
-            _get_default_store().check([_status_key(dist.get_rank())])
+            default_store().check([_status_key(dist.get_rank())])
             store_error[0] = ""  # the store answers
         except Exception:
             store_error[0] = (

@@ -45,21 +45,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _unregister_process_group
-from torch.distributed.distributed_c10d import (
-    Backend,
-    Store,
-    _get_default_store,
-    _get_default_timeout,
-    _new_process_group_helper,
-)
+from torch.distributed.distributed_c10d import Store
 
 from layerzero.device.streams import Waitable
+from layerzero.utils.torch_compat import backend_timeout, create_group, forget_group, hide_group, is_known_group
 
 __all__ = [
     "CLOSED",
@@ -67,13 +59,11 @@ __all__ = [
     "LaunchLog",
     "ModelGroups",
     "Reservation",
-    "backend_timeout",
     "current_groups",
     "drop_idle_groups",
     "drop_released_groups",
     "group_count_fields",
     "mesh_group",
-    "torch_registration",
 ]
 
 CLOSED = (
@@ -207,13 +197,11 @@ class HeldGroup:
         self.in_flight.clear()
         if group is None:
             return
-        world = dist.distributed_c10d._world
         if not self.is_local:
-            if group in world.pg_map:
+            if is_known_group(group):
                 dist.destroy_process_group(group)
             return
-        for table in (world.pg_group_ranks, world.pg_backend_config):
-            table.pop(group, None)
+        forget_group(group)
         # After another init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
             with suppress(RuntimeError):  # the process that served the store has exited
@@ -245,7 +233,7 @@ class ModelGroups:
         held = HeldGroup(group, store=store)
         self._held.append(held)
         if held.is_local:
-            _remove_from_torch_tables(group)
+            hide_group(group)
         return held
 
     def abandon(self) -> None:
@@ -291,7 +279,7 @@ def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: st
     """
     key = (tuple(sorted(ranks)), dist.get_backend_config(like), backend_timeout(like, device_type))
     group = _MESH_GROUPS.get(key)
-    if group is None or group not in dist.distributed_c10d._world.pg_map:
+    if group is None or not is_known_group(group):
         group, _ = _create_group(ranks, like=like, device_type=device_type, backend="")
         _MESH_GROUPS[key] = group
     return group
@@ -320,9 +308,9 @@ def drop_released_groups(gather: Callable[[str], Sequence[str]], ranks: Sequence
     Args:
         gather: function that returns the texts of all `ranks`, in their order, for the text of this rank.
     """
-    world, kept = dist.distributed_c10d._world, []
+    kept = []
     for name, held in list(_RELEASED.items()):
-        if not held.is_local and held._group not in world.pg_map:  # destroyed with its default process group
+        if not held.is_local and not is_known_group(held._group):  # destroyed with its default process group
             del _RELEASED[name]
         elif not held.is_local:
             kept.append(name)
@@ -330,23 +318,6 @@ def drop_released_groups(gather: Callable[[str], Sequence[str]], ranks: Sequence
     for name in sorted(kept):
         if all(name in released.get(rank, ()) for rank in _RELEASED[name].ranks):
             _RELEASED.pop(name).drop()
-
-
-@contextmanager
-def torch_registration(group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager that registers `group` with torch.distributed.
-
-    Inside the context, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
-    """
-    groups = dist.distributed_c10d._world.pg_map
-    is_known = group in groups
-    if not is_known:
-        groups[group] = (dist.get_backend_config(group).split(",")[0].split(":")[1], _get_default_store())
-    try:
-        yield
-    finally:
-        if not is_known:
-            groups.pop(group, None)
 
 
 def _name_counts() -> Counter[tuple[int, ...]]:
@@ -363,61 +334,12 @@ def _create_group(
     names = _name_counts()
     names[tuple(members)] += 1
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    chosen = Backend(backend or dist.get_backend_config(like))
-    with _without_group_split():
-        group, store = _new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            chosen,
-            _get_default_store(),
-            f"layerzero/{digest}/{names[tuple(members)]}",  # type: ignore[arg-type]
-            timeout=backend_timeout(like, device_type) or _get_default_timeout(chosen),
-        )
-    assert isinstance(group, dist.ProcessGroup) and store is not None
-    if set(dist.BackendConfig(chosen).device_backend_map.values()) == {"gloo"}:
-        # torch sets no default if a backend plugin is registered (importing FSDP registers one), and warns later.
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
-    return group, store
-
-
-def _remove_from_torch_tables(group: dist.ProcessGroup) -> None:
-    """Remove a group from the tables that ``destroy_process_group()`` and compiled collectives use."""
-    world = dist.distributed_c10d._world
-    world.pg_map.pop(group, None)
-    world.pg_names.pop(group, None)
-    tag = world.pg_to_tag.pop(group, "")
-    for group_tag in {tag, ""}:
-        if group in (groups := world.tags_to_pg.get(group_tag, [])):
-            groups.remove(group)
-    if tag:
-        world.tags_to_pg.pop(tag, None)
-    _unregister_process_group(group.group_name)
-
-
-@contextmanager
-def _without_group_split() -> Iterator[None]:
-    world = dist.group.WORLD
-    assert world is not None
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
-
-
-def backend_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Return the timeout of the group's collectives on a device type, or None if the backend does not report one."""
-    try:
-        timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
-    except (AttributeError, RuntimeError):  # the base class of backends raises if there are no options
-        return None
-    return timeout
+    return create_group(
+        members,
+        f"layerzero/{digest}/{names[tuple(members)]}",
+        backend=backend or dist.get_backend_config(like),
+        timeout=backend_timeout(like, device_type),
+    )
 
 
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()

@@ -17,9 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from layerzero.device.profiling import is_profiling, profiler_range
+from layerzero.device.profiling import profiler_range
+from layerzero.utils.torch_compat import current_graph_task, is_profiling
 
 __all__ = ["StepParts"]
 
@@ -53,7 +52,7 @@ class StepParts:
             return
         profiled = profiler_range(phase, name)
         profiled.__enter__()
-        self._open.append(_OpenSpan(phase, name, key, torch._C._current_graph_task_id(), profiled))
+        self._open.append(_OpenSpan(phase, name, key, current_graph_task(), profiled))
         for observer in self._observers:
             observer.begun(phase, name)
 
@@ -63,7 +62,7 @@ class StepParts:
         Args:
             around: calls that enclose `key`. The spans of these calls stay open.
         """
-        task = torch._C._current_graph_task_id() if self._open else -1
+        task = current_graph_task() if self._open else -1
         while self._open:
             span = self._open[-1]
             if span.phase != "backward" or span.task != task or span.key is key or span.key in around:

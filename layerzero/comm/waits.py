@@ -47,13 +47,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
 from layerzero.comm.process_groups import Reservation, current_groups
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
+from layerzero.utils.torch_compat import TCPStore, default_store, launches_of
+from layerzero.utils.torch_compat import current_groups as torch_groups
 
 __all__ = [
     "Answers",
@@ -261,7 +262,7 @@ class WaitMonitor:
     def __init__(self) -> None:
         self._rank = dist.get_rank()
         self._world = weakref.ref(dist.group.WORLD)
-        self._default = base = _get_default_store()
+        self._default = base = default_store()
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         self._blocks = isinstance(base, TCPStore)  # other stores poll in `wait`
@@ -343,8 +344,8 @@ class WaitMonitor:
         program = next((thread for thread in (*running, main) if thread not in own), main)
         groups = current_groups()
         launches = {held.name: (held.log.launches, tuple(held.log.recent)) for held in groups}
-        for group in list(dist.distributed_c10d._world.pg_map):
-            launches[f"torch/{group.group_name}"] = _launches_of(group), ()
+        for group in torch_groups():
+            launches[f"torch/{group.group_name}"] = launches_of(group), ()
         failed = {held.name: held.failure for held in groups if held.failure}
         at, stuck = _where(frames.get(program.ident or 0)), bool(on_device) or not running
         models = {watchdog.scope: watchdog.state() for watchdog in self._watchdogs()}
@@ -533,14 +534,6 @@ def _is_idle(frame: FrameType | None, threads: Collection[threading.Thread]) -> 
     return frame is not None and frame.f_code is not code and frame.f_code.co_filename in _WAIT_FOR_STREAMS
 
 
-def _launches_of(group: Any) -> int:
-    """Return the number of collectives that this rank has launched on a group, or 0 if the backend does not count."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0
-
-
 def _foreign_wait(frame: FrameType) -> WaitState | None:
     """Return the wait of a thread that waits in a synchronizing function of torch.distributed, otherwise None."""
     code = frame.f_code
@@ -548,7 +541,7 @@ def _foreign_wait(frame: FrameType) -> WaitState | None:
         return None
     group: Any = frame.f_locals.get("group") or dist.group.WORLD
     ranks, name = tuple(dist.get_process_group_ranks(group)), f"torch/{group.group_name}"
-    return WaitState(f"dist.{code.co_name} at {_where(frame)}", ranks, name, _launches_of(group))
+    return WaitState(f"dist.{code.co_name} at {_where(frame)}", ranks, name, launches_of(group))
 
 
 def _is_library(file: str) -> bool:

@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from layerzero.comm.collectives import LaunchedCollective, PendingCollective
@@ -45,6 +44,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.waits import Answers, ModelState, WaitMonitor, has_joined
 from layerzero.device.accelerator import device_module
+from layerzero.utils.torch_compat import default_store
 
 __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 
@@ -82,7 +82,7 @@ class Scope:
 def new_scope(ranks: tuple[int, ...]) -> Scope:
     """Return the scope of a new watchdog. All `ranks` must call this function, in the same order."""
     prefix = f"layerzero/late/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    number = _get_default_store().add(f"{prefix}/turn/{dist.get_rank()}", 1)
+    number = default_store().add(f"{prefix}/turn/{dist.get_rank()}", 1)
     return Scope(f"{prefix}/{number}", ranks, number)
 
 

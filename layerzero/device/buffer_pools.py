@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from layerzero.device.accelerator import StreamEvent, device_module, keep_until_done
+from layerzero.utils.torch_compat import CAN_SWAP_STORAGES
 
 __all__ = [
     "BufferPool",
@@ -244,7 +245,7 @@ class FullBufferPool:
     the stream that allocated the memory waits for its last use on the current stream before the memory is freed.
     """
 
-    can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")
+    can_cache = CAN_SWAP_STORAGES
 
     def __init__(self, device: torch.device) -> None:
         self.limit = 0  # limit on the sum of used and cached bytes; set by the owner

@@ -6,15 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 
-__all__ = ["is_profiling", "profiler_range"]
+from layerzero.utils.torch_compat import is_profiling
+
+__all__ = ["profiler_range"]
 
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
-
-
-def is_profiling() -> bool:
-    return profiler._is_profiler_enabled
 
 
 def profiler_range(*words: str) -> AbstractContextManager[Any]:
@@ -22,6 +19,6 @@ def profiler_range(*words: str) -> AbstractContextManager[Any]:
 
     While the profiler is not active, return a context manager that does nothing, at the cost of reading one attribute.
     """
-    if not profiler._is_profiler_enabled:
+    if not is_profiling():
         return _NO_RANGE
     return torch.profiler.record_function(f"layerzero.{' '.join(filter(None, words))}")

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.local_shard import to_local
 from layerzero.dtensor.op_errors import named_error, not_gathered, write_to_derived
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map_only
 
 __all__ = ["call_on_sharded", "is_in_place"]
 
@@ -58,7 +57,7 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
     """
     name = getattr(func, "__name__", str(func))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled():
             is_derived = any(isinstance(tensor, Derived) for tensor in tensors)
             plain = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, DTensor)]

@@ -18,6 +18,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from layerzero.utils.torch_compat import DisableTorchFunctionSubclass
+
 __all__ = ["GRAD_ACCESSORS", "LazyGrad", "plain_access", "post_accumulate_grad_hooks", "resolve_first"]
 
 _GRADIENT: Any = Tensor.grad
@@ -26,7 +28,7 @@ GRAD_ACCESSORS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  #
 
 def plain_access() -> AbstractContextManager[None]:
     """Return a context in which attribute access on sharded parameters bypasses ``__torch_function__``."""
-    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    guard: AbstractContextManager[None] = DisableTorchFunctionSubclass()
     return guard
 
 

@@ -23,13 +23,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.utils.torch_compat import (
+    DisableTorchDispatch,
+    disabled_torch_function,
+    make_subclass,
+    tree_leaves,
+    tree_map_only,
+)
 
 if TYPE_CHECKING:  # a third of the import time of this package, and needed only to save and load
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -46,7 +52,7 @@ class LocalShard(torch.Tensor):
     row_dim: int | None  # dim of the rows, counted from the last; None outside of a DTensor, and if there are no rows
     is_outside: bool  # True for rows that the user has requested with to_local()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
@@ -58,7 +64,7 @@ class LocalShard(torch.Tensor):
         *,
         is_outside: bool = False,
     ) -> LocalShard:
-        rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
+        rows: LocalShard = make_subclass(cls, plain, False)
         rows.spec, rows.tracker, rows.is_outside = spec, watch, is_outside
         rows.row_dim = None if row_dim is None else max(row_dim or -plain.ndim, -plain.ndim)
         return rows
@@ -78,7 +84,7 @@ class LocalShard(torch.Tensor):
             refuse_uneven_collective(func, args, shard.spec)
         _refuse_misaligned(func, args, kwargs)
         _check_and_record_access(func, args, kwargs, tensors)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
             row_dims = _row_dims(func, shard, args, kwargs)
@@ -195,7 +201,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # the gradient is a plain tensor or a LocalShard
+        with DisableTorchDispatch():  # the gradient is a plain tensor or a LocalShard
             rows = LocalShard(gradients[0].as_subclass(torch.Tensor), ctx.row_spec, None, ctx.row_dim)
         return DTensor(rows, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -222,7 +228,7 @@ def plain(tensor: Tensor) -> Tensor:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not isinstance(local, LocalShard):
         return local
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return local.as_subclass(torch.Tensor)
 
 

@@ -23,14 +23,17 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from layerzero.comm.collectives import broadcast_group
+from layerzero.utils.torch_compat import (
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+)
 
 __all__ = ["ModelParallelSpec", "local_part", "reason_not_shardable"]
 

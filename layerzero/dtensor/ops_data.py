@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.dtensor.lazy_grad import GRAD_ACCESSORS, resolve_first
 from layerzero.dtensor.local_shard import local_shard
 from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.utils.torch_compat import can_move_data
 
 __all__ = ["FUNCTION_OVERRIDES", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
 
@@ -149,6 +150,6 @@ FUNCTION_OVERRIDES: dict[
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in GRAD_ACCESSORS},
-    torch._has_compatible_shallow_copy_type: check_move_is_noop,
+    can_move_data: check_move_is_noop,
     Tensor.share_memory_: refuse_sharing,
 }

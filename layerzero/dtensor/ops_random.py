@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, trunc_normal_
 
 __all__ = ["LIKE", "call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator"]
 
@@ -47,7 +47,6 @@ _FUNCTIONS = {
 }
 # Users may pass a generator to draw numbers into the results. A plain DTensor would ignore the generator on the CPU.
 LIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
-_TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 def is_drawing_function(func: Any, args: Any, kwargs: Any) -> bool:
@@ -79,14 +78,14 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: the bounds passed to ``nn.init.trunc_normal_`` make it use another sampling method.
     """
     caller = sys._getframe(2)
-    if caller.f_code is not _TRUNC_NORMAL.__code__:
+    if caller.f_code is not trunc_normal_.__code__:
         return draw_full(func, args, kwargs)
     if "accept_buf" in caller.f_locals:
         raise unsupported("nn.init.trunc_normal_ with bounds that exclude most numbers", args[0]._local_tensor.spec)
     if func is not Tensor.normal_:  # older versions of torch transform uniform numbers element by element
         return draw_full(func, args, kwargs)
     settings = {name: caller.f_locals[name] for name in ("mean", "std", "a", "b", "generator")}
-    drawn = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    drawn = draw_full(lambda whole, *_, **__: trunc_normal_(whole, **settings), args, kwargs)
     return _WithinBounds(drawn._local_tensor, drawn._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -99,7 +98,7 @@ class _WithinBounds(DTensor):
     ) -> Any:
         if func in (Tensor.lt, Tensor.gt):
             return torch.zeros((), dtype=torch.bool, device="cpu")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 

@@ -20,12 +20,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import all_reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.op_errors import not_gathered, unsupported
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.utils.torch_compat import (
+    DisableTorchDispatch,
+    amp_unscale,
+    disabled_torch_function,
+    make_subclass,
+    tree_leaves,
+    tree_map_only,
+)
 
 __all__ = ["COLLECTIVES", "REDUCTIONS", "REFUSED", "PartialScalar", "neutral_result", "refuse_uneven_collective"]
 
@@ -42,11 +49,11 @@ class PartialScalar(torch.Tensor):
     spec: RowShardSpec
     made_by: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, plain: Tensor, spec: RowShardSpec, made_by: str) -> PartialScalar:
-        part: PartialScalar = torch.Tensor._make_subclass(cls, plain, False)
+        part: PartialScalar = make_subclass(cls, plain, False)
         part.spec, part.made_by = spec, made_by
         return part
 
@@ -60,7 +67,7 @@ class PartialScalar(torch.Tensor):
             raise RuntimeError(_partial_value_message(part))
         if func.namespace in COLLECTIVES:
             refuse_uneven_collective(func, args, part.spec)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return tree_map_only(cls, lambda value: value.value, output)
@@ -69,7 +76,7 @@ class PartialScalar(torch.Tensor):
     @property
     def value(self) -> Tensor:
         """This rank's value, as a plain tensor."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return self.as_subclass(torch.Tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -103,7 +110,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
             "in the all-reduce. Add parameters that all ranks share to the optimizer, or make the experts one DTensor, "
             "Shard(0) on their axis"
         )
-    torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
+    amp_unscale(rows, found, inverse_scale)
     found_on_device = found.to(device)  # `found` is in host memory if the gradients are in host memory
     all_reduce_over(comms, found_on_device, dist.ReduceOp.MAX)
     found.copy_(found_on_device)
@@ -113,7 +120,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    amp_unscale: _unscale,
 }
 # Errors of functions for which DTensor assumes torch's own sharding.
 REFUSED: dict[Any, Callable[[str, RowShardSpec], RuntimeError]] = {

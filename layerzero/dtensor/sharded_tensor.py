@@ -28,8 +28,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.derived import call_on_sharded, is_in_place
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
@@ -41,6 +39,15 @@ from layerzero.dtensor.ops_random import LIKE, call_on_full, is_drawing_function
 from layerzero.dtensor.ops_reduction import REDUCTIONS, REFUSED
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.utils.bit_sums import digest
+from layerzero.utils.torch_compat import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    TensorMeta,
+    tree_leaves,
+    tree_map_only,
+    will_execute,
+)
 
 __all__ = ["RowShardedTensor", "sharded"]
 
@@ -87,7 +94,7 @@ class RowShardedTensor(DTensor):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _autograd_grad(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is torch.autograd.backward:
                 inputs = kwargs.get("inputs")
                 return func(*args, **kwargs if inputs is None else {**kwargs, "inputs": _with_gathered(inputs)})
@@ -293,7 +300,7 @@ class _ZeroDimToRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
+        with DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
         # A copy, because autograd may pass the same tensor to other nodes, and _accumulate_grad keeps it.
         gradient = sharded(rows.clone(), ctx.spec, MutationTracker())
@@ -310,11 +317,11 @@ def _accumulate_grad(node: Any, gradient: RowShardedTensor) -> bool:
     if parameter is None or not parameter.requires_grad:
         return False
     try:
-        if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        if not will_execute(node):
             return False
     except RuntimeError:  # torch.autograd.grad with respect to the parameter
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if isinstance(parameter.grad, RowShardedTensor):
             parameter.grad._local_tensor.add_(gradient._local_tensor)
         else:
@@ -376,7 +383,7 @@ def _autograd_grad(outputs: Sequence[Any], inputs: Sequence[Any], **kwargs: Any)
         RuntimeError: a sharded parameter has no gradient, even with ``allow_unused=True``, because units may have used
             the gathered parameter.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         with_none = {**kwargs, "allow_unused": True, "materialize_grads": False}
         gradients = list(torch.autograd.grad(outputs, inputs, **with_none))
     for index, (tensor, gradient) in enumerate(zip(inputs, gradients, strict=True)):

@@ -15,7 +15,8 @@ import weakref
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from layerzero.utils.torch_compat import tree_leaves
 
 __all__ = ["StaleParameter", "current", "make_stale"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from layerzero.utils.torch_compat import REDISTRIBUTE_LOGGER
+
 __all__ = ["filter_mesh_warnings"]
 
 
@@ -13,7 +15,7 @@ def filter_mesh_warnings() -> None:
     Otherwise, each rank would log this warning once, for example in ``p.norm().full_tensor()``, which reduces over two
     axes. A flattened mesh would need another process group, which would be used only to reduce scalars.
     """
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_other_message)  # once, if called again
+    logging.getLogger(REDISTRIBUTE_LOGGER).addFilter(_is_other_message)  # once, if called again
 
 
 def _is_other_message(record: logging.LogRecord) -> bool:

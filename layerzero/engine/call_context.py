@@ -10,6 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.utils.torch_compat import (
+    PROXY_MODE,
+    current_graph_task,
+    dispatch_mode,
+    functorch_interpreter,
+    module_call_code,
+    tracing_state,
+)
+
 __all__ = [
     "call_with_hooks",
     "explain_dtype_error",
@@ -49,7 +58,7 @@ def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
 
 
 def _calls_on_stack(modules: Sequence[nn.Module]) -> int:
-    frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
+    frame, calls, codes = inspect.currentframe(), 0, (module_call_code(), call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
         frame = frame.f_back
@@ -57,7 +66,7 @@ def _calls_on_stack(modules: Sequence[nn.Module]) -> int:
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1
 
 
 def require_no_transform(label: str) -> None:
@@ -67,21 +76,21 @@ def require_no_transform(label: str) -> None:
         RuntimeError: a trace, an export or a transform of torch.func is active. The error is raised before any
             collective is launched.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
+    if functorch_interpreter() is not None:
+        kind = functorch_interpreter().key().name.lower()
         raise RuntimeError(
             f"torch.func ({kind}) of {label} of a model sharded by layerzero is not supported: hooks gather weights "
             "and reduce gradients, and a transform does not trace them. Use loss.backward() for gradients and a batch "
             "dimension for vmap, or transform an unsharded copy (layerzero.full_state_dict)"
         )
-    if torch._C._get_tracing_state() is not None:
+    if tracing_state() is not None:
         _raise_capture_error("torch.jit.trace", label)
     if torch.compiler.is_exporting() or _is_proxied():
         _raise_capture_error("torch.export or make_fx", label)
 
 
 def _is_proxied() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return dispatch_mode(PROXY_MODE) is not None
 
 
 def _raise_capture_error(operation: str, label: str) -> None:

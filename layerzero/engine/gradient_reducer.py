@@ -27,6 +27,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.used_params import PendingUsage, UsedParamMap
 from layerzero.layout.grad_usage import GradUsage
+from layerzero.utils.torch_compat import foreach_mul_
 
 __all__ = ["GradientReducer"]
 
@@ -294,7 +295,7 @@ class GradientReducer:
         candidates = (handle.gradients.residual_to_scale for handle in self._handles if handle.gradients is not None)
         if residuals := [each for each in candidates if each is not None]:
             factor = factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            torch._foreach_mul_(residuals, factor.to(residuals[0].device))
+            foreach_mul_(residuals, factor.to(residuals[0].device))
 
     def record_step(self, params: Sequence[ManagedParam]) -> None:
         """Record that an optimizer has updated `params`."""

@@ -26,8 +26,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.dtensor.lazy_grad import post_accumulate_grad_hooks
@@ -39,6 +37,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
+from layerzero.utils.torch_compat import SELECTIVE_CHECKPOINT_MODES, disable_dispatch_modes, dispatch_modes
 
 __all__ = [
     "close_hooks",
@@ -51,7 +50,6 @@ __all__ = [
     "register_hooks",
 ]
 
-_SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
@@ -342,8 +340,8 @@ def _outside_selective_checkpoints() -> AbstractContextManager[Any]:
 
     The checkpoint would otherwise skip gathers and other operators of the engine when it recomputes a forward pass.
     """
-    if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
-        return _disable_current_modes()
+    if any(isinstance(mode, SELECTIVE_CHECKPOINT_MODES) for mode in dispatch_modes()):
+        return disable_dispatch_modes()
     return _NO_CONTEXT
 
 

@@ -16,6 +16,7 @@ from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.stale_parameter import current
+from layerzero.utils.torch_compat import will_execute
 
 __all__ = ["ManagedParam", "ParamRegistry"]
 
@@ -66,7 +67,7 @@ class ManagedParam:
     def will_receive_grad(self) -> bool:
         """Return whether the current backward pass will produce a gradient of the gathered parameter."""
         try:
-            return bool(torch._C._will_engine_execute_node(self.accumulate_grad))  # type: ignore[attr-defined]
+            return bool(will_execute(self.accumulate_grad))
         except RuntimeError:  # autograd.grad of the gathered parameter itself
             return True
 

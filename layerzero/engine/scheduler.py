@@ -71,6 +71,12 @@ from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, make_gather_order_checks
 from layerzero.engine.weight_refresh import WeightRefresher
 from layerzero.utils.pytree import iter_tensors, map_tensors
+from layerzero.utils.torch_compat import (
+    autograd_sequence_number,
+    current_graph_task,
+    queue_callback,
+    saved_tensor_hooks,
+)
 
 __all__ = ["Scheduler"]
 
@@ -206,7 +212,7 @@ class Scheduler(Closable):
         if torch.is_grad_enabled():
             self._hook_inputs(call, args, kwargs)
         self._parts.begin("forward", unit.label, call)
-        call.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        call.first_node = autograd_sequence_number()
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
@@ -337,7 +343,7 @@ class Scheduler(Closable):
                 "tensor, tuple, list, dict or dataclass, or call the unit in torch.no_grad()"
             )
         nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
-        if nodes and max(*nodes, call.first_node - 1) + 1 < torch.autograd._get_sequence_nr():  # type: ignore[attr-defined]
+        if nodes and max(*nodes, call.first_node - 1) + 1 < autograd_sequence_number():
             latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]
             output = map_tensors(output, lambda tensor: latest.get(id(tensor), tensor))
             outputs += latest.values()
@@ -359,7 +365,7 @@ class Scheduler(Closable):
                 pass, because every forward pass searches.
         """
         unit = call.unit
-        if torch.autograd._get_sequence_nr() == call.first_node:  # type: ignore[attr-defined]
+        if autograd_sequence_number() == call.first_node:
             return []
         if in_objects:
             tables = (vars(each) for module in unit.modules for each in module.modules())
@@ -444,7 +450,7 @@ class Scheduler(Closable):
             raise RuntimeError(f"{operation} is not possible {stream.reason_not_writable}")
 
     def _saved_tensors_hooks(self, use: GatheredUse) -> saved_tensors_hooks:
-        outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        outer_hooks = saved_tensor_hooks(True)
 
         def pack(tensor: Tensor) -> Any:
             use.awaits_backward = True
@@ -624,12 +630,12 @@ class Scheduler(Closable):
 
         The nested backward pass contains all nodes of the recomputed call.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task == backward.task:
             return
         if task not in backward.nested:
             backward.nested[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_nested, task))
+            queue_callback(functools.partial(self._end_nested, task))
         backward.nested[task].append(call)
 
     def _end_nested(self, task: int) -> None:
@@ -693,8 +699,8 @@ class Scheduler(Closable):
             self._gradients.begin(reduces=reduces)
             if self.no_sync_hint.listens:
                 self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-            self._backward = BackwardPass(reduces=reduces, task=torch._C._current_graph_task_id())
-            torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
+            self._backward = BackwardPass(reduces=reduces, task=current_graph_task())
+            queue_callback(self.finalize_backward)
         return self._backward
 
     def finalize_backward(self) -> None:

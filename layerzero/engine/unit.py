@@ -23,6 +23,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.resources import MeshResources
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
+from layerzero.utils.torch_compat import has_storage
 
 __all__ = ["Unit", "make_gather_order_checks"]
 
@@ -265,4 +266,4 @@ _FULL_PRECISION = (
 def _storage_key(tensor: Tensor) -> int | None:
     """Return a number that identifies the memory of a tensor. Return None if the tensor has no storage of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata if torch._C._has_storage(local) else None  # type: ignore[attr-defined]
+    return local.untyped_storage()._cdata if has_storage(local) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero import load_full_state_dict
-from layerzero.extend import RowShardedTensor, get_state, local_rows
+from layerzero.extend import RowShardedTensor, get_state, local_rows, torch_compat
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability import LocalGradientCheck
 
@@ -73,7 +73,7 @@ class ShardedChunk(nn.Module):
             scaling_factor = scaling_factor.reshape(())
         gradients = [rows for rows in self.gradient_rows().values() if rows.numel()]
         if gradients:
-            torch._foreach_mul_(gradients, scaling_factor)
+            torch_compat.foreach_mul_(gradients, scaling_factor)
 
     def gradient_rows(self) -> dict[str, Tensor]:
         """Return this rank's rows of the final gradients as plain tensors, keyed by parameter name.

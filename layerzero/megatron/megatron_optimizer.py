@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import EMA, ShardedOptimizer, refresh, shard_optimizer
-from layerzero.extend import get_state, kinds_that_need_full_params, local_rows
+from layerzero.extend import get_state, kinds_that_need_full_params, local_rows, torch_compat
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
 from layerzero.optimizers import adamw, sgd
@@ -178,7 +178,7 @@ class ShardedMegatronOptimizer:
         overflows = torch.zeros(1, dtype=torch.float32, device=self._device)
         gradients = [rows for chunk in self.model_chunks for rows in chunk.gradient_rows().values() if rows.numel()]
         if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, self.grad_scaler.inv_scale)
+            torch_compat.amp_unscale(gradients, overflows, self.grad_scaler.inv_scale)
         reduce_over_model(overflows, self.groups, dist.ReduceOp.MAX)
         overflow = bool(overflows.item() > 0)
         if overflow and self._checks_gradients:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.extend import get_state, local_rows
+from layerzero.extend import get_state, local_rows, torch_compat
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
 from layerzero.reliability import nonfinite_text
@@ -34,7 +34,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of all elements of plain tensors on this rank, as a 0-dim fp32 tensor."""
     if not (tensors := [part for part in tensors if part.numel()]):
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
+    return torch.stack([norm.float() for norm in torch_compat.foreach_norm(tensors)]).square().sum()
 
 
 def reduce_over_model(value: Tensor, groups: ProcessGroups, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -14,6 +14,7 @@ from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import record_writes
+from layerzero.utils.torch_compat import foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_"]
 
@@ -80,7 +81,7 @@ def clip_grad_norm_(
         gradients = _gradients(lz_state)
         if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
             record_writes(gradients)
-            torch._foreach_mul_(shards, coefficient.to(shards[0].device))
+            foreach_mul_(shards, coefficient.to(shards[0].device))
         lz_state.gradients.scale_residuals(coefficient)
     return total
 
@@ -110,7 +111,7 @@ def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.R
     device = lz_state.mesh_info.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(counted, norm_type)])
+        norms = torch.stack([norm.double() for norm in foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
     # A backend's MAX may drop a NaN. The bits of non-negative floats, read as integers, have the same order as the
     # floats, and NaN is last.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from layerzero.optimizers.apex import apex_needs_full_params, require_supported_apex
 from layerzero.optimizers.compatibility_trial import (
@@ -27,6 +26,7 @@ from layerzero.optimizers.compatibility_trial import (
     step_of_copy,
 )
 from layerzero.optimizers.wrapped_optimizer import unwrap_step
+from layerzero.utils.torch_compat import tree_leaves
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 

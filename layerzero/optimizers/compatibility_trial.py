@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -34,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_structure
 
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.stale_parameter import current
@@ -42,6 +40,7 @@ from layerzero.optimizers.apex import apex_class, with_preparation
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.wrapped_optimizer import HOOKS, replace_params, unwrap_step
 from layerzero.utils.add_ons import addon
+from layerzero.utils.torch_compat import has_imported_dynamo, tree_leaves, tree_structure
 
 __all__ = [
     "TrialError",
@@ -289,7 +288,7 @@ def _isolated(device: torch.device) -> Iterator[None]:
     ``torch.compile`` would compile kernels for each small shape. A process that has not imported ``torch._dynamo`` does
     not compile.
     """
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if has_imported_dynamo() else nullcontext()
     devices = [] if device.type == "cpu" else [device]
     with eager, torch.random.fork_rng(devices, device_type=device.type):
         yield

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from layerzero.device.accelerator import default_device_type
 from layerzero.optimizers.apex import DTYPES, apex_class, momentum_before_first
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.utils.torch_compat import fused_kernel_devices
 
 __all__ = ["Params", "adamw", "implementation", "sgd"]
 
@@ -148,7 +148,7 @@ def _build_optimizer(
     if not isinstance(apex, str):
         _log.info("%s on %s: NVIDIA Apex's %s", torch_class.__name__, device_names, apex_name)
         return apex(groups, **settings)
-    fused = all(device in _get_fused_kernels_supported_devices() for device in devices)
+    fused = all(device in fused_kernel_devices() for device in devices)
     fused = fused and all(tensor.is_floating_point() for tensor in tensors)
     optimizer = torch_class(groups, **settings, **torch_only, fused=fused, foreach=not fused)
     kernels = "fused" if fused else "foreach"

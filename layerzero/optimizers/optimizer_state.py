@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
@@ -17,6 +16,7 @@ from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.update_rule import FullParam
+from layerzero.utils.torch_compat import tree_leaves, tree_map, tree_structure
 
 __all__ = [
     "IMPLEMENTATION_SETTINGS",

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from layerzero.utils.torch_compat import tree_leaves
 
 __all__ = ["Placeholders", "placeholder"]
 

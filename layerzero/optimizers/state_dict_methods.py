@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_any_only, tree_map
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.engine.managed_param import ManagedParam
@@ -40,6 +39,7 @@ from layerzero.optimizers.torch_state_dict import (
     to_optimizer_names,
 )
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
+from layerzero.utils.torch_compat import tree_any_only, tree_map
 
 __all__ = ["StateDictMethods"]
 

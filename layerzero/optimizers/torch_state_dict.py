@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.optimizers.optimizer_state import Holder, shorten_names, to_comparable, to_public_value
+from layerzero.utils.torch_compat import tree_leaves, tree_map
 
 __all__ = [
     "NOT_STEPPED",

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.optimizers.listed_params import ListedParam
+from layerzero.utils.torch_compat import TorchDispatchMode, tree_leaves
 
 __all__ = [
     "HOOKS",

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.extend import Handle, format_first_names, max_magnitudes
+from layerzero.extend import Handle, format_first_names, max_magnitudes, torch_compat
 
 __all__ = ["LocalGradientCheck", "nonfinite_text"]
 
@@ -39,7 +39,7 @@ class LocalGradientCheck:
     def clear_record(self) -> None:
         """Clear the record of non-finite gradients."""
         if self._bad:
-            torch._foreach_zero_(self._bad)
+            torch_compat.foreach_zero_(self._bad)
 
     def nonfinite_messages(self, among: Collection[str] | None = None) -> list[str]:
         """Return one message for each handle that has non-finite gradients. It names the affected parameters.

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_states
@@ -15,6 +14,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, predicted_traffic
 from layerzero.estimates.specs import specs_of
 from layerzero.utils.text_tables import size_text, table
+from layerzero.utils.torch_compat import tree_leaves
 
 __all__ = ["MemoryReport", "TrafficReport", "measure_memory", "memory", "traffic"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
+from torch.distributed.fsdp.wrap import always_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -23,6 +23,7 @@ from layerzero.dtensor.model_parallel_spec import local_part, reason_not_shardab
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 from layerzero.utils.add_ons import addon
+from layerzero.utils.torch_compat import WrapPolicy
 
 __all__ = [
     "ParamInfo",
@@ -202,7 +203,7 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
         return []
     if isinstance(units, str) and units == AUTO:
         units = auto_units(model, ignored)
-    if isinstance(units, _Policy) or _takes_recurse(units):
+    if isinstance(units, WrapPolicy) or _takes_recurse(units):
         return _units_by_policy(model, units, ignored)
     if not isinstance(units, (str, type, nn.Module)) and callable(units):
         chosen = _units_by_predicate(model, units)
@@ -266,7 +267,7 @@ def _units_by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) ->
     """
     wrapped: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
-    if isinstance(policy, _Policy):
+    if isinstance(policy, WrapPolicy):
         for module, settings in policy._run_policy(model, set(), {}).items():
             if settings:
                 raise ValueError(

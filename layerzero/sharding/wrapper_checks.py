@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.utils.torch_compat import REGISTRY_KEY
 
 __all__ = ["guard_fully_shard", "guard_wrappers", "refuse_wrapped_parts"]
 

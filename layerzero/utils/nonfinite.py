@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layerzero.utils.torch_compat import foreach_norm
+
 __all__ = ["any_not_finite", "format_first_names", "max_magnitudes", "nonfinite_names"]
 
 _SHOWN = 3  # maximum number of names in a message
@@ -58,7 +60,7 @@ def max_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     overflow even if every element is finite.
     """
     if tensors[0].device.type != "cpu":
-        return list(torch._foreach_norm(tensors, math.inf))
+        return list(foreach_norm(tensors, math.inf))
     pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # on a CPU, 12 times as fast as the norm
     return [torch.maximum(largest, -least) for least, largest in pairs]
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero import init_mesh, no_sync, shard_model, shard_optimizer
+from layerzero.extend import torch_compat
 from layerzero.verification.comparison import StepRecord
 
 __all__ = [
@@ -84,7 +84,7 @@ class TrainingTask:
             The loss. The gradients are those of the loss divided by the number of micro-batches.
         """
         index = step * self.micro_batches + micro_batch
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
+        batch = torch_compat.tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
         _seed(self.seed, 1 + index, rank, 1)
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -202,7 +202,7 @@ def train_sharded(
 
 
 def _require_repeatable_batches(task: TrainingTask) -> None:
-    first, second = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
+    first, second = (list(filter(torch.is_tensor, torch_compat.tree_leaves(task.batch(0, 0)))) for _ in range(2))
     if len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError(
             "two calls to batch_fn(0, 0) returned different batches, but equal arguments must give equal batches. Use "

@@ -11,7 +11,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "layerzero"
 # Bottom layer first; a folder may import itself and the layers before its own.
 FLOORS = [
-    ("layout", "device", "utils"),
+    ("layout", "utils"),
+    ("device",),
     ("comm",),
     ("dtensor", "config"),
     ("engine",),
