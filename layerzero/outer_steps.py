@@ -390,10 +390,29 @@ class OuterSteps(StepObserver):
         if self._averaged_backwards == self._lz_state.gradients.backwards:
             return
         self._averaged_backwards = self._lz_state.gradients.backwards
-        members = [member for handle in self._handles for member in handle.members]
+        used = self._members_used_by_any_site()
+        if not used:
+            return
         device = self._lz_state.mesh_info.device
+        gradients = [member.sharded.grad for member in used]
+        rows = [local_rows(gradient).view(-1) for gradient in gradients if gradient is not None]
+        flat = torch.cat(rows).to(device)
+        all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
+        flat.div_(self._comm.size)
+        torch_compat.foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
+        record_writes(gradient for gradient in gradients if gradient is not None)
+
+    def _members_used_by_any_site(self) -> list[ManagedParam]:
+        """Return the parameters that have gradients in any site, after giving them zero gradients in the other sites.
+
+        Raises:
+            RuntimeError: the sites are at different steps.
+        """
+        members = [member for handle in self._handles for member in handle.members]
         flags = [member.sharded.grad is not None for member in members]
-        numbers = torch.tensor([self.steps, -self.steps, *flags], dtype=torch.int32, device=device)
+        numbers = torch.tensor(
+            [self.steps, -self.steps, *flags], dtype=torch.int32, device=self._lz_state.mesh_info.device
+        )
         all_reduce(self._comm, Collective.SITE_GRADIENTS, numbers, dist.ReduceOp.MAX).wait()
         latest, earliest, *flags = numbers.tolist()
         if latest != -earliest:
@@ -407,15 +426,7 @@ class OuterSteps(StepObserver):
             for member in absent:
                 member.sharded.grad = torch.zeros_like(member.sharded)
             self._lz_state.scheduler.complete_gradients()
-        if not used:
-            return
-        gradients = [member.sharded.grad for member in used]
-        rows = [local_rows(gradient).view(-1) for gradient in gradients if gradient is not None]
-        flat = torch.cat(rows).to(device)
-        all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
-        flat.div_(self._comm.size)
-        torch_compat.foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
-        record_writes(gradient for gradient in gradients if gradient is not None)
+        return used
 
     def _require_usable(self) -> None:
         """Raise an error if the outer steps cannot use the current parameters.

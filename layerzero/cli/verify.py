@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,29 +72,31 @@ def verify_model(
         exit_with_error(f"--accumulation must be one of {', '.join(ACCUMULATIONS)}, got {accumulation!r}")
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
-        dtype = parse_dtype("--param-dtype", param_dtype)
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        settings["mp_policy"] = MixedPrecisionPolicy(parse_dtype("--param-dtype", param_dtype), torch.float32)
     model_fn = import_callable(model, "the model")
     if unit:
         settings["units"] = [_parse_unit(name, model.partition(":")[0]) for name in unit]
     batch_fn = _batch_fn(model) if batches is None else import_callable(batches, "--batches")
-    loss_fn = None if loss is None else import_callable(loss, "--loss")
-    optimizer_fn = None if optimizer is None else import_callable(optimizer, "--optimizer")
+    _verify_and_exit(
+        model_fn,
+        batch_fn,
+        loss_fn=None if loss is None else import_callable(loss, "--loss"),
+        optimizer_fn=None if optimizer is None else import_callable(optimizer, "--optimizer"),
+        world_size=world_size,
+        zero3_sizes=zero3_size or None,
+        steps=steps,
+        micro_batches=micro_batches,
+        tolerance=tolerance,
+        seed=seed,
+        **settings,
+    )
+
+
+def _verify_and_exit(*args: Any, **kwargs: Any) -> NoReturn:
+    """Run :func:`layerzero.verify`, print its report, on the first rank only, or its error, and exit."""
     with _process_group():
         try:
-            report = verify(
-                model_fn,
-                batch_fn,
-                loss_fn=loss_fn,
-                optimizer_fn=optimizer_fn,
-                world_size=world_size,
-                zero3_sizes=zero3_size or None,
-                steps=steps,
-                micro_batches=micro_batches,
-                tolerance=tolerance,
-                seed=seed,
-                **settings,
-            )
+            report = verify(*args, **kwargs)
         except (TypeError, ValueError) as error:
             exit_with_error(str(error))
         except (RuntimeError, ModuleNotFoundError) as error:

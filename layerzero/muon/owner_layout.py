@@ -132,18 +132,18 @@ def _linked_shards(
     zero3_size: int,
     work_of_slot: Callable[[Slot], int],
 ) -> list[_LinkedShards]:
+    """Return the chains of a layout with the passed index.
+
+    Args:
+        names: names of the owned slots of the layout.
+    """
     owned = [slot for slot in layout.slots if slot.name in names and slot.numel]
     starts = [s * replicas * layout.shard_numel for s in range(zero3_size + 1)]
-    linked = {start for start in starts for slot in owned if slot.offset < start < slot.end}
-    ends = [start for start in starts if start not in linked]
-    cuts = {
-        *starts,
-        *(slot.offset for slot in layout.slots),
-        *(cut for slot in layout.slots if slot.name not in names for cut in _cuts_inside(slot, layout.used)),
-    }
-    legal = sorted(p for p in cuts if not any(slot.offset < p < slot.end for slot in owned))
+    inside = [cut for slot in layout.slots if slot.name not in names for cut in _cuts_inside(slot, layout.used)]
+    candidates = {*starts, *(slot.offset for slot in layout.slots), *inside}
+    legal = sorted(p for p in candidates if not any(slot.offset < p < slot.end for slot in owned))
     chains = []
-    for start, stop in pairwise(ends):
+    for start, stop in pairwise(s for s in starts if s in legal):
         points = tuple(p for p in legal if start <= p <= stop)
         work = tuple(sum(work_of_slot(s) for s in owned if start <= s.offset and s.end <= p) for p in points)
         shards = range(starts.index(start), starts.index(stop))

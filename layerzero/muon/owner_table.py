@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -142,44 +142,68 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     to_ask = [each for each in members if sharded_axes(each.spec.model_parallel, joined=before.get(each.name))]
     if names == set(table.owners) and not to_ask:
         return
-    plan: dict[Handle, FlatLayout] = {}
-    owners: dict[str, ParamOwner] = {}
-    moved_handles: list[Handle] = []
+    change: _OwnerChange | None = None
     axes: dict[str, int] = {}
-    new_owner_groups: dict[GroupKey, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
         axes = before | _requested_axes(to_ask, optimizer, lz_state.mesh_info.device)
-        changes = names != set(table.owners) or axes != before
-        if changes:
-            plan, owners = _plan_layouts(lz_state, names, axes)
-            moved_handles = [handle for handle in lz_state.handles if handle.layout != plan[handle]]
-            lz_state.scheduler.recover_interrupted_pass()
-            lz_state.gradients.apply_user_grads()
-            _require_movable(lz_state, moved_handles or lz_state.handles, {n for n in names if n in table.owners})
-        new_owner_groups = _new_owner_groups(lz_state, owners)
+        if names != set(table.owners) or axes != before:
+            change = _plan_change(lz_state, names, axes)
     except (RuntimeError, ValueError) as error:
         failure = error
+    new_groups = [] if change is None else [sorted(positions) for positions in change.groups.values() if positions]
     require_equal(
         "parameters that an optimizer needs in full",
         {"names": sorted(names), "joined along model-parallel axes": sorted(axes.items())},
         ranks=lz_state.ranks.ranks,
-        groups=group_count_fields(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
+        groups=group_count_fields(*new_groups),
         failure=failure,
     )
-    if not changes:
-        return
+    if change is not None:
+        _apply_change(lz_state, change)
+
+
+class _OwnerChange(NamedTuple):
+    """New owners, and the changes of layouts and groups that they need.
+
+    Attributes:
+        layouts: new layouts of all handles.
+        moved: handles whose layout differs from the new one, in the order of the model.
+        owners: owners of all owned parameters, by parameter name.
+        groups: new owner groups; see :func:`_new_owner_groups`.
+    """
+
+    layouts: dict[Handle, FlatLayout]
+    moved: list[Handle]
+    owners: dict[str, ParamOwner]
+    groups: dict[GroupKey, dict[int, tuple[int, int]]]
+
+
+def _plan_change(lz_state: LayerZeroState, names: Collection[str], axes: Mapping[str, int]) -> _OwnerChange:
+    """Plan owners for the parameters `names`. Raise an error if their rows cannot be moved now."""
+    layouts, owners = _plan_layouts(lz_state, names, axes)
+    moved = [handle for handle in lz_state.handles if handle.layout != layouts[handle]]
+    lz_state.scheduler.recover_interrupted_pass()
+    lz_state.gradients.apply_user_grads()
+    _require_movable(lz_state, moved or lz_state.handles, set(owners_of(lz_state).owners))
+    return _OwnerChange(layouts, moved, owners, _new_owner_groups(lz_state, owners))
+
+
+def _apply_change(lz_state: LayerZeroState, change: _OwnerChange) -> None:
+    """Create the new owner groups, move rows to the new layouts, and record the owners."""
+    table = owners_of(lz_state)
     table.groups |= {
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, positions)
-        for (mesh_info, axis), positions in new_owner_groups.items()
+        for (mesh_info, axis), positions in change.groups.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
+    # The result is the same on all ranks, even on those whose rows do not move.
+    if any(layout.bounds for layout in change.layouts.values()):
         lz_state.refreshes.launch_due()
-    for handle in moved_handles:
-        handle.change_layout(plan[handle])
-    for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
+    for handle in change.moved:
+        handle.change_layout(change.layouts[handle])
+    for mesh_info in dict.fromkeys(handle.mesh_info for handle in change.moved):
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
-    table.owners = owners
+    table.owners = change.owners
     scratch = scratch_of(lz_state.units, lz_state.config)
     lz_state.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     for observer in lz_state.observers:

@@ -100,16 +100,21 @@ def plan(
         compute = ComputeCost.of_units(selected, tokens, recompute=recompute)
     compute = compute._replace(activation_bytes=activation_bytes or compute.activation_bytes)
     estimator = Estimator(selected, config, cluster, compute, micro_batches)
-    given = list(zero3_sizes or filter(None, [config.zero3_size]))
-    rows = [row for size in _sizes(given, cluster) for row in _rows(estimator, size)]
-    if not given:
-        for size in _sizes_beyond_a_node(cluster):
-            fitting = [row for row in rows if row.fits and row.zero3_size < cluster.ranks]
-            if any(row.accumulation == "sharded" and not row.offload for row in fitting):
-                break
-            rows += _rows(estimator, size)
+    rows = _tried_rows(estimator, list(zero3_sizes or filter(None, [config.zero3_size])))
     rows.sort(key=lambda row: (row.excess, row.host_excess, row.cost.seconds(), len(row.offload), row.peak))
     return Plan(estimator, tokens, tuple(rows), tuple(_other_rows(estimator)), _simplest_fast_row(rows))
+
+
+def _tried_rows(estimator: Estimator, given: Sequence[int]) -> list[Row]:
+    """Return the rows of layerzero with the `given` values of `zero3_size`, or with those that are tried by default."""
+    cluster = estimator.cluster
+    rows = [row for size in _sizes(given, cluster) for row in _rows(estimator, size)]
+    for size in () if given else _sizes_beyond_a_node(cluster):
+        fitting = [row for row in rows if row.fits and row.zero3_size < cluster.ranks]
+        if any(row.accumulation == "sharded" and not row.offload for row in fitting):
+            break
+        rows += _rows(estimator, size)
+    return rows
 
 
 def _rows(estimator: Estimator, zero3_size: int) -> Iterator[Row]:

@@ -131,31 +131,41 @@ def compare_copies(lz_state: LayerZeroState, own: Sequence[Corruption], sound: M
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
     for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
         indices = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
-        own_sums = sums[indices]
-        copies = own_sums.expand(mesh_info.replicas, -1).contiguous()
-        if mesh_info.replica_comm.size > 1:
-            all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
-        flags = (copies != own_sums).any(dim=0)
-        for position, handle in enumerate(handles[index] for index in indices):
-            if _must_equal_master(handle) and not handle.refresh_due:
-                flags[position] |= (as_integers(_cast_master(handle)) != as_integers(_own_part(handle))).any()
-        flags = flags.to(torch.int32)
-        # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
-        all_reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
-        suspect[indices] = flags.bool()
+        suspect[indices] = _find_suspect(mesh_info, [handles[index] for index in indices], sums[indices])
     differs = (suspect.any() | bool(own)).to(torch.int32).view(1)
     lz_state.ranks.all_reduce(differs, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
     if differs.item():
-        own_corruptions = list(own)
+        found = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
-                own_corruptions += _locate(handle, handle.mesh_info, sound)
-        messages = lz_state.ranks.all_gather_text(json.dumps([asdict(each) for each in own_corruptions]))
+                found += _locate(handle, handle.mesh_info, sound)
+        messages = lz_state.ranks.all_gather_text(json.dumps([asdict(each) for each in found]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in messages for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
     return Fingerprint(named, tuple(corruptions))
+
+
+def _find_suspect(mesh_info: MeshInfo, handles: Sequence[Handle], sums: Tensor) -> Tensor:
+    """Return which of the handles of one mesh have copies that differ, as a bool tensor [handles].
+
+    The result is the same on all replicas.
+
+    Args:
+        sums: 64-bit sum of each handle's ZeRO-3 shard, int64 [handles].
+    """
+    copies = sums.expand(mesh_info.replicas, -1).contiguous()
+    if mesh_info.replica_comm.size > 1:
+        all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), sums).wait()
+    flags = (copies != sums).any(dim=0)
+    for index, handle in enumerate(handles):
+        if _must_equal_master(handle) and not handle.refresh_due:
+            flags[index] |= (as_integers(_cast_master(handle)) != as_integers(_own_part(handle))).any()
+    flags = flags.to(torch.int32)
+    # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
+    all_reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
+    return flags.bool()
 
 
 def _must_equal_master(handle: Handle) -> bool:

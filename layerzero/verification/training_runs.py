@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -147,12 +147,8 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
     run.start = _weights(masters, models[rank])
     run.dtypes = {parameter.dtype for parameter in parameters.values()}
     for step in range(task.steps):
-        gradient_sums: dict[str, Tensor] = {}
-        for virtual_rank, model in enumerate(models):
-            for micro_batch in range(task.micro_batches):
-                run.losses.append(task.forward_backward(model, step, micro_batch, virtual_rank, device))
-                _add_gradients(gradient_sums, model, masters)
-        _require_finite(run.losses, step)
+        losses, gradient_sums = _sum_gradients(task, step, models, masters, device)
+        run.losses += losses
         if rank == 0:
             previous = run.records[-1].weights if run.records else run.start
             run.edited |= {name for name, p in parameters.items() if _has_changed(p, previous[name])}
@@ -168,6 +164,24 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         if rank == 0:
             run.records.append(StepRecord(gradients, _weights(masters, models[rank])))
     return run
+
+
+def _sum_gradients(
+    task: TrainingTask, step: int, models: Sequence[nn.Module], masters: Mapping[str, Tensor], device: torch.device
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Run one step of the unsharded run without its update. Return the losses, and the sums of gradients by name."""
+    losses: list[float] = []
+    gradient_sums: dict[str, Tensor] = {}
+    for virtual_rank, model in enumerate(models):
+        for micro_batch in range(task.micro_batches):
+            losses.append(task.forward_backward(model, step, micro_batch, virtual_rank, device))
+            _add_gradients(gradient_sums, model, masters)
+    if not all(map(math.isfinite, losses)):
+        raise ValueError(
+            f"the loss of the unsharded run is not finite in step {step}, so the runs cannot be compared. Check the "
+            "batches, or pass an optimizer_fn with a smaller learning rate"
+        )
+    return losses, gradient_sums
 
 
 def train_sharded(
@@ -259,14 +273,6 @@ def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module, masters: 
 def _has_changed(parameter: Tensor, previous: Tensor) -> bool:
     """Return whether a parameter differs from `previous`. The two are compared in the parameter's dtype."""
     return not torch.equal(parameter.detach().cpu(), previous.to(parameter.dtype))
-
-
-def _require_finite(losses: Iterable[float], step: int) -> None:
-    if not all(map(math.isfinite, losses)):
-        raise ValueError(
-            f"the loss of the unsharded run is not finite in step {step}, so the runs cannot be compared. Check the "
-            "batches, or pass an optimizer_fn with a smaller learning rate"
-        )
 
 
 def _params_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -182,25 +182,30 @@ def check_arguments(
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise ValueError(f"{name} must be a positive number, got {limit!r}")
     refuse_old_names(settings)
-    names = inspect.signature(shard_model).parameters.keys() - {"model"}
     for name, value in settings.items():
-        if name in _REFUSED:
-            raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
-        if isinstance(value, Codecs) and (value.gather or value.hop2 or not isinstance(value.refresh, str | None)):
-            raise TypeError(
-                f"verify supports only Codecs(refresh='lossless'), got {value!r}: the unsharded run uses "
-                "exact weights and gradients, and decoded ones would differ by their rounding"
-            )
-        if name == "mp_policy" and callable(value):
-            raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
-        if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
-            raise TypeError(f"verify builds several models, so {name} must be a function of the model, not {value!r}")
-        if name not in names:
-            raise TypeError(
-                f"verify and shard_model have no setting {name!r}. Use one of {sorted(names - _REFUSED.keys())}"
-            )
+        _require_supported(name, value)
     config_settings = {name: value for name, value in settings.items() if name not in PER_MODEL}
     LayerZeroConfig(**{"zero3_size": 1, **config_settings})
+
+
+def _require_supported(name: str, value: Any) -> None:
+    """Raise TypeError unless :func:`verify` supports a setting of :func:`layerzero.shard_model`."""
+    if name in _REFUSED:
+        raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
+    if isinstance(value, Codecs) and (value.gather or value.hop2 or not isinstance(value.refresh, str | None)):
+        raise TypeError(
+            f"verify supports only Codecs(refresh='lossless'), got {value!r}: the unsharded run uses "
+            "exact weights and gradients, and decoded ones would differ by their rounding"
+        )
+    if name == "mp_policy" and callable(value):
+        raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
+    if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
+        raise TypeError(f"verify builds several models, so {name} must be a function of the model, not {value!r}")
+    names = inspect.signature(shard_model).parameters.keys() - {"model"}
+    if name not in names:
+        raise TypeError(
+            f"verify and shard_model have no setting {name!r}. Use one of {sorted(names - _REFUSED.keys())}"
+        )
 
 
 def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
