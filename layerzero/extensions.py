@@ -106,7 +106,7 @@ def split_parameter(
     subclass: Any = parameter
     (inner,), context = subclass.__tensor_flatten__()
     values = inner_tensor(parameter)
-    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+    plain: Any = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
     extension = _Extension(type(parameter), inner, context, weakref.ref(module), policy)
     own_attributes = vars(extension.wrap_rows(plain.detach())).keys()
     for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
@@ -114,7 +114,7 @@ def split_parameter(
             setattr(plain, name, value)
     plain._backward_hooks = parameter._backward_hooks
     if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) is not None:
-        plain._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        plain._post_accumulate_grad_hooks = hooks
     values.data = torch.empty(0, dtype=values.dtype, device=values.device)
     return plain, partial(_ExtendedGather, extension)
 
@@ -274,9 +274,10 @@ class _ExtendedGather(ExtendedGather):
         return output[: self._shape[0]] if rows_per_rank == self._local.shape[0] else output
 
     def _gather_inputs(self) -> tuple[Sequence[Tensor], Any]:
-        extension, arguments = self._extension, (self._mesh,)
+        extension = self._extension
+        arguments: tuple[Any, ...] = (self._mesh,)
         if _num_arguments(self._local) == 5:
-            arguments = (self._mesh, self._shape, self._strides, extension.module(), extension.policy)  # type: ignore[assignment]
+            arguments = (self._mesh, self._shape, self._strides, extension.module(), extension.policy)
         returned = self._local.fsdp_pre_all_gather(*arguments)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(

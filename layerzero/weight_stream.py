@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,8 @@ class _Entry:
         if self.handle is not None and self.slot is not None:
             return self.handle.weights.launch_slot_gather(self.slot)
         if isinstance(self.value, DTensor):  # a DTensor of another framework, whose ranks all call this method
-            return self.value.detach().full_tensor(), None  # type: ignore[attr-defined]
+            value: Any = self.value.detach()
+            return value.full_tensor(), None
         return self.value.detach().clone(memory_format=torch.contiguous_format), None
 
     def finish(self, gathered: Tensor, pending: PendingCollective | None) -> Tensor:

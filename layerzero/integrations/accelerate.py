@@ -65,7 +65,7 @@ class LayerZeroPlugin:
         self.settings = merge_settings(file, settings, zero3_size=zero3_size, units=units, mp_policy=mp_policy)
 
 
-class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
+class LayerZeroAccelerator(Accelerator):
     """Accelerate's ``Accelerator`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:

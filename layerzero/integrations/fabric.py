@@ -21,7 +21,7 @@ __all__ = ["FabricStrategy"]
 FILE = "fabric.ckpt"  # Fabric's own file in the checkpoint folder; it contains no state of sharded optimizers
 
 
-class FabricStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
+class FabricStrategy(StrategyMixin, DDPStrategy):
     """Fabric's DDP strategy with modules sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     The arguments are those of :class:`layerzero.integrations.lightning.LayerZeroStrategy`.

@@ -24,7 +24,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 FILE = "lightning.ckpt"  # Lightning's own file in the checkpoint folder; it contains no state of optimizers
 
 
-class LayerZeroStrategy(StrategyMixin, DDPStrategy):  # type: ignore[misc]
+class LayerZeroStrategy(StrategyMixin, DDPStrategy):
     """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:

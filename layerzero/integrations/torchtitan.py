@@ -106,7 +106,8 @@ def parallelize(
     _refuse_unsupported(model, parallel_dims, training, parallelism)
     given_settings = _read_settings(**settings)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
-        model.parallelize(parallel_dims)  # type: ignore[operator]
+        decoder: Any = model
+        decoder.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
@@ -235,7 +236,7 @@ def _reshard_setting(
     return when
 
 
-class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
+class OptimizersContainer(optimizers.OptimizersContainer):
     """torchtitan optimizer container in which the optimizers of sharded models are sharded as well.
 
     The container then contains instances of :class:`layerzero.ShardedOptimizer`. `optimizer_name` may be the name of
@@ -243,7 +244,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(optimizers.OptimizersContainer.Config):  # type: ignore[misc]
+    class Config(optimizers.OptimizersContainer.Config):
         """Config with the same fields as torchtitan's."""
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
@@ -304,7 +305,7 @@ def _create_owned_state(optimizer: ShardedOptimizer) -> None:
         init_optim_state(SimpleNamespace(state={}, param_groups=groups, step=step, zero_grad=zero_grad))
 
 
-class Trainer(trainer.Trainer):  # type: ignore[misc]
+class Trainer(trainer.Trainer):
     """torchtitan's trainer with one gradient reduction across replicas per step, during or after the last backward.
 
     torchtitan has no hook for such a reduction. torchtitan's own trainer would reduce gradients after each micro-batch
@@ -312,7 +313,7 @@ class Trainer(trainer.Trainer):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(trainer.Trainer.Config):  # type: ignore[misc]
+    class Config(trainer.Trainer.Config):
         """Config with the same fields as torchtitan's; created by :func:`with_layerzero`."""
 
     _done = 0  # number of micro-batches so far, over all steps

@@ -45,7 +45,10 @@ class LayerZeroArguments:
     )
 
 
-class LayerZeroMixin:
+_Trainer: Any = object  # a subclass lists the mixin before a subclass of Trainer
+
+
+class LayerZeroMixin(_Trainer):
     """Mixin that makes ``Trainer``, or a subclass, train sharded models. List the mixin before the trainer class.
 
     Args:
@@ -77,12 +80,12 @@ class LayerZeroMixin:
         super().__init__(*args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        self._accelerator_args = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the trainer's accelerator, then replace it with a LayerZeroAccelerator that has the same arguments."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.accelerator = LayerZeroAccelerator(layerzero_plugin=self._plugin, **self._accelerator_args)
         self.gather_function = self.accelerator.gather_for_metrics
 
@@ -97,18 +100,18 @@ class LayerZeroMixin:
         """
         if getattr(self.args, "predict_with_generate", False):
             kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {}), **kwargs}
-        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     # Saving and loading; the trainer calls these methods on all ranks
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_sharded(self.model):
             state_dict = _state_to_save(self.model, rank0_only=not self.args.save_on_each_node)
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         checkpoint.save(Path(output_dir) / FOLDER, self.model, self.optimizer.optimizer, overwrite=True)
         if self.args.should_save:
@@ -117,14 +120,14 @@ class LayerZeroMixin:
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         """Load masters, optimizer and scheduler from a layerzero checkpoint. ``Trainer`` loads other checkpoints."""
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint_folder)
             return
         checkpoint.load(Path(checkpoint_folder) / FOLDER, self.model, self.optimizer.optimizer)
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
 
-class LayerZeroTrainer(LayerZeroMixin, Trainer):  # type: ignore[misc]
+class LayerZeroTrainer(LayerZeroMixin, Trainer):
     """``transformers.Trainer`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Example::

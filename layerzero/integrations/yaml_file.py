@@ -99,7 +99,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
-    class Strict(yaml.SafeLoader):  # type: ignore[misc]
+    class Strict(yaml.SafeLoader):
         """YAML loader for plain data that raises an error for duplicate names instead of using the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

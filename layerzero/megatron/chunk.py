@@ -103,8 +103,9 @@ class ShardedChunk(nn.Module):
         """Do nothing, because :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""
 
     def set_is_first_microbatch(self) -> None:
-        if hasattr(self.module, "set_is_first_microbatch"):
-            self.module.set_is_first_microbatch()  # type: ignore[operator]
+        module: Any = self.module
+        if hasattr(module, "set_is_first_microbatch"):
+            module.set_is_first_microbatch()
 
     # State dicts, with the names of the unwrapped module
 

@@ -76,7 +76,7 @@ class GlobalParam:
 
 
 def global_params(
-    module: nn.Module,
+    module: Any,
     members: Iterable[ManagedParam],
     metadata: Any,
     prefix: str = "",
@@ -98,7 +98,7 @@ def global_params(
     params: dict[str, GlobalParam] = {}
     # See [Note: Row numbers in place of parameters].
     with _replace_by_row_numbers(members) as member_at:
-        state: dict[str, Any] = module.sharded_state_dict(  # type: ignore[operator]
+        state: dict[str, Any] = module.sharded_state_dict(
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
         )
 

@@ -51,7 +51,7 @@ def run_on_local_ranks(
     with tempfile.TemporaryDirectory() as folder:
         sent = (fn, pickle.dumps(dict(arguments)), world_size, Path(folder), timeout)
         try:
-            start_processes(_run_rank, sent, nprocs=world_size, daemon=True)  # type: ignore[no-untyped-call]
+            start_processes(_run_rank, sent, nprocs=world_size, daemon=True)
         except ProcessExitedException as error:
             report = Path(folder, f"error {error.error_index}")
             reason = report.read_text() if report.exists() else f"{_DIED} (exit code {error.exit_code})"

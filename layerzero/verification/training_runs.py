@@ -91,7 +91,7 @@ class TrainingTask:
             raise TypeError(f"the loss must be a tensor of one element, got {_describe_value(loss)}. Check loss_fn")
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient, because it depends on no trainable parameter. Check loss_fn")
-        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (loss / self.micro_batches).backward()
         return loss.item()
 
 
