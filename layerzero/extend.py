@@ -33,7 +33,6 @@ from layerzero.comm.collectives import (
     all_gather,
     all_gather_small,
     all_reduce,
-    all_reduce_group,
     all_to_all,
     broadcast,
     connect,
@@ -66,7 +65,7 @@ from layerzero.comm.transport.base import (
 )
 from layerzero.comm.waits import NamedWait, may_wait, raise_verdict, waiting
 from layerzero.comm.watchdog import new_scope
-from layerzero.config import ACCUMULATIONS, AUTO, UNSUPPORTED, Accumulation, Policy, Units, codec_text, refuse_old_names
+from layerzero.config import ACCUMULATIONS, Accumulation, Policy, Units, codec_text, refuse_old_names
 from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
 from layerzero.device.profiling import profiler_range
@@ -111,10 +110,8 @@ from layerzero.utils.text_tables import parameters_text, seconds_text, size_text
 
 __all__ = [
     "ACCUMULATIONS",
-    "AUTO",
     "COMPARE_EVERY",
     "REFRESHES_IN_FLIGHT",
-    "UNSUPPORTED",
     "Accumulation",
     "BufferDemand",
     "BufferPool",
@@ -175,7 +172,6 @@ __all__ = [
     "all_gather_small",
     "all_gather_text",
     "all_reduce",
-    "all_reduce_group",
     "all_reduce_over",
     "all_to_all",
     "any_not_finite",

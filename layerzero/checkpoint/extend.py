@@ -11,16 +11,21 @@ from layerzero.checkpoint.publish import (
     make_folder,
     new_token,
     partial_path,
-    publish_file,
     publish_folder,
     remove,
     write_file,
 )
 from layerzero.checkpoint.run_folder import clear_leftovers
-from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_safetensors
+from layerzero.checkpoint.safetensors_files import CheckpointFiles, Region
 from layerzero.checkpoint.saving import save_with_rank_local_names
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.checkpoint.whole_model_files import export_model, import_model, inspect, model_keys
+from layerzero.checkpoint.whole_model_files import (
+    export_model,
+    import_model,
+    inspect,
+    model_keys,
+    write_model_file,
+)
 
 __all__ = [
     "CheckpointFiles",
@@ -28,6 +33,7 @@ __all__ = [
     "MergeableValue",
     "PathTakenError",
     "RankLocalNames",
+    "Region",
     "clear_leftovers",
     "escape_unprintable",
     "export_model",
@@ -39,10 +45,9 @@ __all__ = [
     "num_saving_ranks",
     "partial_path",
     "prepare_load",
-    "publish_file",
     "publish_folder",
     "remove",
     "save_with_rank_local_names",
     "write_file",
-    "write_safetensors",
+    "write_model_file",
 ]

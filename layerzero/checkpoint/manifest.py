@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,13 @@ class Manifest:
             raise CheckpointError(f"{path} is not a regular file. Links inside a checkpoint are not supported")
         if status.st_size != record.size:
             raise CheckpointError(f"{path} is damaged: it has {status.st_size} bytes, but {record.size} were written")
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether the checkpoint at `path` is complete and has this manifest, wherever it was before."""
+        try:
+            return replace(Manifest.read(path), folder=self.folder) == self
+        except (CheckpointError, OSError):
+            return False
 
     def path_of(self, name: str) -> Path:
         """Return the path of the file `name`. Raises CheckpointError if the manifest does not list it."""

@@ -30,7 +30,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,7 +171,7 @@ def publish(
             f"{error}, seen from the first rank. Save to a file system that all ranks share"
         ) from None
     write_file(partial / MANIFEST, [manifest.text])
-    publish_folder(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
+    publish_folder(partial, path, lambda: manifest.is_at(path), overwrite=overwrite)
 
 
 def publish_folder(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
@@ -262,13 +261,6 @@ def _is_same(path: Path, expected_stat: os.stat_result) -> bool:
     try:
         return os.path.samestat(os.stat(path), expected_stat)
     except OSError:
-        return False
-
-
-def _is_at(manifest: Manifest, path: Path) -> bool:
-    try:
-        return replace(Manifest.read(path), folder=manifest.folder) == manifest
-    except (CheckpointError, OSError):
         return False
 
 

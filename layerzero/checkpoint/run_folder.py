@@ -14,7 +14,6 @@ import json
 import logging
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +97,7 @@ def clear_leftovers(written_last: Path) -> None:
 def _remove_checkpoint(manifest: Manifest) -> None:
     """Remove the checkpoint that `manifest` describes, but not a newer one that another job has saved to its path."""
     new_path = hide_folder(manifest.folder)
-    if _read_manifest(new_path) == replace(manifest, folder=new_path):
+    if manifest.is_at(new_path):
         remove(new_path)
     else:
         os.rename(new_path, manifest.folder)
@@ -144,13 +143,6 @@ def _refuse_file(folder: Path) -> None:
     """Raise NotADirectoryError if `folder` or one of its parents is a file. The folder need not exist yet."""
     if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
         raise NotADirectoryError(f"{file} is a file. Pass the folder that contains the checkpoints of the run")
-
-
-def _read_manifest(path: Path) -> Manifest | None:
-    try:
-        return Manifest.read(path)
-    except (CheckpointError, OSError):
-        return None
 
 
 class Resumed(NamedTuple):
@@ -299,7 +291,7 @@ def _set_aside(path: Path, manifest: Manifest | None, reason: str) -> str:
     try:
         if manifest is None:
             require_only_checkpoint_files(path)
-        elif _read_manifest(path) != manifest:
+        elif not manifest.is_at(path):
             return f"{path} {reason}: another job has replaced it"
         return f"{path} {reason}: it has been renamed to {hide_folder(path, 'damaged').name}"
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from layerzero.checkpoint.publish import make_folder, new_token, partial_path, p
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, TensorFiles, rank_file, write_safetensors
 
-__all__ = ["export_model", "import_model", "inspect", "model_keys"]
+__all__ = ["export_model", "import_model", "inspect", "model_keys", "write_model_file"]
 
 
 def inspect(path: str | os.PathLike[str]) -> tuple[Manifest, CheckpointContents]:
@@ -62,14 +62,30 @@ def export_model(
         name: (files.contents.tensors[key].shape, _cast(files.contents.tensors[key].dtype, dtype))
         for name, key in keys.items()
     }
-    order = sorted(header, key=lambda name: -header[name][1].itemsize)
+    write_model_file(out, header, lambda name: _iter_cast(files, keys[name], header[name][1]))
+
+
+def write_model_file(
+    out: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    content_of: Callable[[str], Iterable[Tensor]],
+) -> None:
+    """Write one safetensors file, which appears at its path only when it is complete.
+
+    Args:
+        tensors: shape and dtype of each tensor, by name.
+        content_of: function that returns the values of a tensor as consecutive tensors; see :func:`write_safetensors`.
+
+    Raises:
+        FileExistsError: `out` already exists.
+    """
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
     partial = partial_path(target, new_token())
+    order = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
     try:
-        content = (_iter_cast(files, keys[name], header[name][1]) for name in order)
-        write_safetensors(partial, {name: header[name] for name in order}, content)
+        write_safetensors(partial, {name: tensors[name] for name in order}, map(content_of, order))
         publish_file(partial, target)
     except BaseException:
         remove(partial)

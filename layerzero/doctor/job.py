@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,13 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 
 import layerzero
 from layerzero.doctor.findings import Finding, Level
-from layerzero.doctor.machine import PREFIXES, device_names, device_type, installed_versions, whole_number
+from layerzero.doctor.machine import PREFIXES, device_names, installed_versions, whole_number
+from layerzero.extend import boot_id, default_device_type
 
 __all__ = ["check_job"]
 
 _RANKS, _LINKS = "ranks", "links"
 _SHOWN = 8  # maximum number of nodes listed in one line
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Packages whose files or messages ranks exchange.
 _PACKAGES = ("numpy", "safetensors", "xxhash", "zstandard", "megatron-core", "accelerate", "transformers", "lightning")
 _MAY_DIFFER = "accelerators"
@@ -58,7 +57,7 @@ class RankReport:
 
     @classmethod
     def of_this_rank(cls, environment: Mapping[str, str], findings: Iterable[Finding]) -> RankReport:
-        kind = device_type()
+        kind = default_device_type()
         facts = {
             "layerzero": layerzero.__version__,
             "torch": torch.__version__,
@@ -68,8 +67,7 @@ class RankReport:
             **installed_versions(_PACKAGES),
             **relevant_variables(environment),
         }
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        return cls(f"{socket.gethostname()} {boot}", facts, tuple(findings))
+        return cls(f"{socket.gethostname()} {boot_id()}", facts, tuple(findings))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -267,7 +265,7 @@ class _Job:
 
     def _measure(self, per_node: int) -> dict[str, float]:
         """Return the bytes per second that each rank sends, along each axis of the mesh with several ranks."""
-        kind = device_type()
+        kind = default_device_type()
         if kind != "cpu":
             local_rank = whole_number(os.environ, "LOCAL_RANK") or 0
             torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())

@@ -14,6 +14,7 @@ import torch
 
 import layerzero
 from layerzero.doctor.findings import Finding, Level
+from layerzero.extend import default_device_type
 
 __all__ = ["check_machine"]
 
@@ -71,7 +72,7 @@ _OVERRIDES = {
 
 def check_machine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Run all checks of this module with the values of this machine."""
-    kind = device_type()
+    kind = default_device_type()
     local = whole_number(environment, "LOCAL_WORLD_SIZE") or 1
     adapters = sorted(os.listdir(_ADAPTERS)) if _ADAPTERS.is_dir() else []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -92,12 +93,6 @@ def whole_number(environment: Mapping[str, str], name: str) -> int | None:
     """Return the value of a variable, or None if it is not set or not a whole number."""
     value = environment.get(name, "")
     return int(value) if value.isdigit() else None
-
-
-def device_type() -> str:
-    """Return the type of the accelerator if there is one, otherwise ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def device_names(kind: str) -> list[str]:

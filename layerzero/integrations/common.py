@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import LayerZeroConfig, PrecisionPolicy, register_forward_method, shard_model
-from layerzero.extend import AUTO, Policy, Units, block_classes, get_state
+from layerzero.extend import Policy, Units, block_classes, get_state
 from layerzero.integrations.yaml_file import read_settings, translate
 
 __all__ = ["StrategyMixin", "is_sharded", "merge_settings", "model_of", "shard"]
@@ -66,7 +66,7 @@ def shard(
     """
     if is_sharded(model):
         return model
-    defaults = {"units": AUTO if block_classes(model) else None, "zero3_size": node_size}
+    defaults = {"units": "auto" if block_classes(model) else None, "zero3_size": node_size}
     policy = _merge_precision(settings.get("mp_policy"), mixed_precision)
     return _register_generate(shard_model(model, **{**defaults, **settings, "mp_policy": policy}))
 

@@ -5,25 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.extend import (
-    CheckpointFiles,
-    Manifest,
-    model_keys,
-    new_token,
-    partial_path,
-    publish_file,
-    remove,
-    write_safetensors,
-)
+from layerzero.checkpoint.extend import CheckpointFiles, Manifest, Region, model_keys, write_model_file
 from layerzero.megatron.global_names import layer_of, module_name
 
 __all__ = ["export_parts", "is_megatron_checkpoint"]
@@ -38,17 +28,13 @@ def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
 
 
-@dataclass(frozen=True)
-class _StoredPart:
-    """A tensor that is stored in one part of a checkpoint."""
+class _StoredRows(NamedTuple):
+    """Rows `first` to `stop` (exclusive) of a tensor that is stored in one part of a checkpoint."""
 
     files: CheckpointFiles
     key: str
-
-    def read(self) -> Tensor:
-        rows = list(self.files.iter_rows(self.key))
-        shape, dtype = self.files.contents.tensors[self.key].shape, self.files.contents.tensors[self.key].dtype
-        return torch.cat(rows) if shape and rows else rows[0] if rows else torch.empty(shape, dtype=dtype)
+    first: int
+    stop: int
 
 
 @dataclass
@@ -58,27 +44,25 @@ class _FullTensorPlan:
     Attributes:
         shape: shape of the full tensor.
         dtype: dtype of the full tensor.
-        pieces: ``(stored, first, stop)`` of each piece, keyed by the piece's offset in the full tensor. The piece
-            consists of the rows `first` to `stop` (exclusive) of the stored tensor.
+        pieces: stored rows of each piece, keyed by the piece's offset in the full tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: dict[tuple[int, ...], tuple[_StoredPart, int, int]] = field(default_factory=dict)
+    pieces: dict[tuple[int, ...], _StoredRows] = field(default_factory=dict)
 
     def build(self) -> Tensor:
         full = torch.empty(self.shape, dtype=self.dtype)
-        if not self.shape:
-            return next(iter(self.pieces.values()))[0].read().to(self.dtype)
-        read: dict[int, Tensor] = {}  # by id of the stored tensor, which may supply several ranges of rows
         filled = 0
-        for offset, (stored, first, stop) in self.pieces.items():
-            if id(stored) not in read:
-                read[id(stored)] = stored.read()
-            rows = read[id(stored)][first:stop]
-            region = tuple(slice(start, start + size) for start, size in zip(offset, rows.shape, strict=True))
-            full[region] = rows.to(self.dtype)
-            filled += rows.numel()
+        for offset, (files, key, first, stop) in self.pieces.items():
+            shape = files.contents.tensors[key].shape
+            box = tuple(slice(0, size) for size in shape)
+            if shape:
+                box = (slice(first, min(stop, shape[0])), *box[1:])
+            sizes = [each.stop - each.start for each in box]
+            target = full[tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))]
+            files.read_regions([Region(key, box, target)])
+            filled += math.prod(sizes)
         if filled != math.prod(self.shape):
             raise CheckpointError(f"the parts contain only {filled} of {math.prod(self.shape)} elements of a tensor")
         return full
@@ -108,20 +92,11 @@ def export_parts(
         FileNotFoundError, CheckpointError: parts are missing or damaged; the message names these parts.
         ValueError: the checkpoint lacks the positions of its parameters in the full model, or has no averages.
     """
-    target = Path(out).absolute()
-    if os.path.lexists(target):
-        raise FileExistsError(f"{target} already exists. Use another path")
     tensors: dict[str, _FullTensorPlan] = {}
     for part in _list_parts(Path(path)):
         _add_part(tensors, part, dtype, averages=averages)
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header = {name: (tensors[name].shape, tensors[name].dtype) for name in order}
-    partial = partial_path(target, new_token())
-    with ExitStack() as stack:
-        stack.callback(remove, partial)
-        write_safetensors(partial, header, ([tensors[name].build()] for name in order))
-        publish_file(partial, target)
-        stack.pop_all()
+    header = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    write_model_file(out, header, lambda name: [tensors[name].build()])
 
 
 def _list_parts(folder: Path) -> Iterator[Path]:
@@ -167,7 +142,6 @@ def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtyp
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]
         own = module_name(name)
-        stored = _StoredPart(files, key)
         layer = layer_of(own)
         # Buffers have no entry in `places`, because they are the same on all tensor-parallel ranks.
         position = places.get(own) or {
@@ -183,4 +157,4 @@ def _add_part(tensors: dict[str, _FullTensorPlan], part: Path, dtype: torch.dtyp
                 f"{part}: {own} is a part of a tensor of shape {list(shape)}, but of {list(full.shape)} in other parts"
             )
         for first, stop, offset in rows:
-            full.pieces.setdefault(tuple(offset), (stored, first, stop))
+            full.pieces.setdefault(tuple(offset), _StoredRows(files, key, first, stop))

@@ -17,7 +17,6 @@ from layerzero.extend import (
     LayerZeroState,
     RowShardedTensor,
     StepObserver,
-    all_reduce_group,
     any_not_finite,
     format_first_names,
     get_state,
@@ -171,7 +170,7 @@ class StepGuard(StepObserver):
         bad = any_not_finite(gradients, self._model_ranks.mesh_info.device).to(torch.int32)
         self._model_ranks.all_reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
-            all_reduce_group(bad, dist.ReduceOp.MAX, group)
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group)
         is_first = optimizer is self.optimizers[0]
         if not bad.item():
             self.in_a_row = 0 if is_first else self.in_a_row

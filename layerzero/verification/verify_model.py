@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from layerzero import Codecs, LayerZeroConfig, PrecisionPolicy, shard_model
 from layerzero.extend import (
-    UNSUPPORTED,
     compute_device,
     default_device_type,
     refuse_old_names,
@@ -199,7 +198,7 @@ def _require_supported(name: str, value: Any) -> None:
         )
     if name == "mp_policy" and callable(value):
         raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
-    if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
+    if name in PER_MODEL and not (value is None or callable(value) or value == "unsupported"):
         raise TypeError(f"verify builds several models, so {name} must be a function of the model, not {value!r}")
     names = inspect.signature(shard_model).parameters.keys() - {"model"}
     if name not in names:

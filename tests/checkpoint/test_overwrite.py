@@ -83,7 +83,7 @@ def test_the_old_one_gets_its_name_back_or_is_found_without_it(rank: int, tmp_pa
     assert _left(tmp_path) == ["last", "other"]
     assert checkpoint.load(path, model, optimizer) == {"step": 3}
     said = "does not contain the new checkpoint after the rename"
-    with mock.patch.object(publish, "_is_at", lambda *_: False), pytest.raises(checkpoint.CheckpointError, match=said):
+    with mock.patch.object(Manifest, "is_at", lambda *_: False), pytest.raises(checkpoint.CheckpointError, match=said):
         checkpoint.save(path, model, optimizer, {"step": 4}, overwrite=True)  # the new one cannot be read
     assert _left(tmp_path) == ["last", "other"]
     assert checkpoint.load(path, model, optimizer) == {"step": 3}, "what is discarded is the new one"
