@@ -55,7 +55,7 @@ class OwnerTable(UpdateRule):
     """
 
     def __init__(self, lz_state: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
-        self.owned: dict[int, OwnedParam] = {}  # type: ignore[assignment]
+        self.owned: dict[int, OwnedParam] = {}
         self._lz_state = lz_state
         self._model_owners = owners_of(lz_state)
         self._inner = inner
