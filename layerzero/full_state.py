@@ -536,7 +536,9 @@ def _group_values(
     groups: dict[str, dict[str, object]] = {}
     for member in members:
         mesh_info, model_parallel = member.spec.mesh_info, member.spec.model_parallel
-        part = mesh_info.ranks if model_parallel is None else (model_parallel.place, model_parallel.placements)
+        part = (
+            mesh_info.ranks if model_parallel is None else (model_parallel.part_coordinates, model_parallel.placements)
+        )
         groups.setdefault(f"{meshes.index(mesh_info)}: {part}", {})[member.name + suffix] = value_of(member)
     return groups
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.dtensor.local_shard import to_local
 from layerzero.dtensor.op_errors import named_error, not_gathered, write_to_derived
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.typed_torch import apply_function, make_dtensor
 from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map_only
 
 __all__ = ["call_on_sharded", "is_in_place"]
@@ -56,18 +57,12 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         NotImplementedError: the call would write to a derived tensor that autograd tracks.
     """
     name = getattr(func, "__name__", str(func))
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled():
-            is_derived = any(isinstance(tensor, Derived) for tensor in tensors)
-            plain = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, DTensor)]
-            # torch itself refuses to mix parameters with plain tensors, except for those with one element.
-            if any(is_derived or tensor.numel() == 1 for tensor in plain):
+            if _mixes_plain_tensors(args, kwargs):
                 raise not_gathered(name, origin)
-            is_init = getattr(func, "__module__", None) == nn.init.__name__  # disables gradients itself
-            written = tree_leaves(args[:1]) if is_in_place(func, kwargs) and not is_init else []
-            if name not in _NO_WRITES and any(isinstance(leaf, Derived) and leaf.requires_grad for leaf in written):
-                raise write_to_derived(name, origin)  # the tensor may be a view of a leaf
+            if name not in _NO_WRITES and _writes_to_derived(func, args, kwargs):
+                raise write_to_derived(name, origin)
         try:
             made = func(*args, **kwargs)
         except RuntimeError as error:
@@ -77,6 +72,22 @@ def call_on_sharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         if type(made) not in (DTensor, tuple, list):
             return made
         return tree_map_only(DTensor, lambda tensor: _derive(tensor, origin), made)
+
+
+def _mixes_plain_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether plain tensors that require a gradient are among the arguments, and torch might not refuse them."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    is_derived = any(isinstance(tensor, Derived) for tensor in tensors)
+    plain = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, DTensor)]
+    # torch itself refuses to mix parameters with plain tensors, except for those with one element.
+    return any(is_derived or tensor.numel() == 1 for tensor in plain)
+
+
+def _writes_to_derived(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether `func` writes to a derived tensor that autograd tracks. This tensor may be a view of a leaf."""
+    is_init = getattr(func, "__module__", None) == nn.init.__name__  # disables gradients itself
+    written = tree_leaves(args[:1]) if is_in_place(func, kwargs) and not is_init else []
+    return any(isinstance(leaf, Derived) and leaf.requires_grad for leaf in written)
 
 
 def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -90,32 +101,33 @@ def is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 def _derive(made: DTensor, origin: RowShardSpec) -> Tensor:
     if type(made) is not DTensor:
         return made
-    derived: Derived = _Derive.apply(made, origin)  # type: ignore[no-untyped-call]
+    derived = apply_function(_Derive, made, origin)
+    assert isinstance(derived, Derived)
     derived.origin = origin
     return derived
 
 
-class _DetachAsDerived(TorchDispatchMode):
+class _DetachAsDerived(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In this mode, ``detach`` of a DTensor returns a derived tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Derived:
         (made,) = args
-        return Derived(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+        return make_dtensor(Derived, made._local_tensor, made._spec)
 
 
 class _Derive(torch.autograd.Function):
     """Identity function whose result is a derived tensor. Its backward raises if the gradient would be misplaced."""
 
     @staticmethod
-    def forward(ctx: Any, made: DTensor, origin: RowShardSpec) -> Derived:
+    def forward(ctx: Any, made: DTensor, origin: RowShardSpec) -> Tensor:
         keeps_rows = all(placement.is_shard() for placement in made._spec.placements[-2:])  # data-parallel axes
         ctx.origin = origin
         ctx.is_reduction = bool(origin.shape) and not origin.is_fully_local and not keeps_rows
         # Both share a version counter, by which autograd notices writes.
         with _DetachAsDerived():  # type: ignore[no-untyped-call]
-            return made.detach()  # type: ignore[return-value]
+            return made.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

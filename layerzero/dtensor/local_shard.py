@@ -29,6 +29,7 @@ from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_uneven_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.typed_torch import apply_function, make_dtensor
 from layerzero.utils.torch_compat import (
     DisableTorchDispatch,
     disabled_torch_function,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # a third of the import time of this package, and needed only
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["LocalShard", "local_shard", "outside_dtensor", "plain", "to_local"]
+__all__ = ["LocalShard", "local_shard", "outside_dtensor", "plain", "to_local", "written_values"]
 
 
 class LocalShard(torch.Tensor):
@@ -59,13 +60,13 @@ class LocalShard(torch.Tensor):
         cls,
         plain: Tensor,
         spec: RowShardSpec,
-        watch: MutationTracker | None,
+        tracker: MutationTracker | None,
         row_dim: int | None = 0,
         *,
         is_outside: bool = False,
     ) -> LocalShard:
         rows: LocalShard = make_subclass(cls, plain, False)
-        rows.spec, rows.tracker, rows.is_outside = spec, watch, is_outside
+        rows.spec, rows.tracker, rows.is_outside = spec, tracker, is_outside
         rows.row_dim = None if row_dim is None else max(row_dim or -plain.ndim, -plain.ndim)
         return rows
 
@@ -83,7 +84,8 @@ class LocalShard(torch.Tensor):
             _accessible_rows(shard)  # an access error takes precedence
             refuse_uneven_collective(func, args, shard.spec)
         _refuse_misaligned(func, args, kwargs)
-        _check_and_record_access(func, args, kwargs, tensors)
+        _check_access(func, tensors)
+        _record_writes(func, args, kwargs)
         with DisableTorchDispatch():
             if is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
@@ -93,8 +95,7 @@ class LocalShard(torch.Tensor):
                 output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return output
-        aliases = any(result.alias_info is not None for result in func._schema.returns)
-        tracker = shard.tracker if aliases else None
+        tracker = shard.tracker if _returns_alias(func) else None
         return tree_map_only(Tensor, lambda t: shard._wrap_result(func, t, tracker, next(row_dims)), output)
 
     def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None, row_dim: int | None) -> Tensor:
@@ -111,7 +112,7 @@ class LocalShard(torch.Tensor):
     def with_rows(self, rows: Tensor) -> LocalShard:
         return LocalShard(rows, self.spec, None, self.row_dim, is_outside=self.is_outside)
 
-    def view_as(self, other: Tensor) -> LocalShard:  # type: ignore[override]
+    def view_as(self, other: Tensor) -> LocalShard:
         """Return an alias of `self` outside of a DTensor. Only :meth:`DTensor.to_local` calls this method."""
         return LocalShard(plain(self), self.spec, self.tracker, None, is_outside=True)
 
@@ -130,11 +131,12 @@ class LocalShard(torch.Tensor):
         return array
 
     def tolist(self) -> Any:
-        return _accessible_rows(self).tolist()  # type: ignore[no-untyped-call]
+        return _accessible_rows(self).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Checkpoint writers serialize only the rows. The offsets are in the checkpoint's metadata.
-        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        rows: Any = plain(self)
+        return rows.__reduce_ex__(protocol)
 
     # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
 
@@ -203,13 +205,13 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         with DisableTorchDispatch():  # the gradient is a plain tensor or a LocalShard
             rows = LocalShard(gradients[0].as_subclass(torch.Tensor), ctx.row_spec, None, ctx.row_dim)
-        return DTensor(rows, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return make_dtensor(DTensor, rows, ctx.spec)
 
 
-def to_local(tensor: DTensor, grad_placements: Any) -> Tensor:
+def to_local(tensor: Any, grad_placements: Any) -> Tensor:
     """Return the rows of a sharded or derived tensor, outside of a DTensor."""
     if torch.is_grad_enabled() and grad_placements is None and isinstance(tensor._local_tensor, LocalShard):
-        return _ToLocal.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
+        return apply_function(_ToLocal, tensor)
     return outside_dtensor(DTensor.to_local(tensor, grad_placements=grad_placements))
 
 
@@ -242,9 +244,14 @@ def _accessible_rows(rows: LocalShard) -> Tensor:
 _LISTS = ("_foreach", "_fused")
 _MANY_ROWS = 999_983  # a prime number, so that dims that are multiples of it contain the rows
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")  # they would allocate memory if given a device
-_SAME_ROWS = {f"aten::{name}" for name in ("detach", "alias", "clone", "copy_", "_to_copy", *_LIKE)}
+_SAME_ROWS = {f"aten::{name}" for name in ("detach", "alias", "clone", "_to_copy", *_LIKE)}
 _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
+
+
+def _is_elementwise(func: Any) -> bool:
+    name = func._schema.name
+    return torch.Tag.pointwise in func.tags or name == "aten::copy_" or func.__name__.startswith(_LISTS)
 
 
 def _refuse_misaligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -252,21 +259,25 @@ def _refuse_misaligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
     Otherwise, only some ranks would raise an error, or kernels that do not compare sizes would read other memory.
     """
-    name, values = func._schema.name, [*args, *kwargs.values()]
-    is_elementwise = torch.Tag.pointwise in func.tags or name == "aten::copy_"
-    groups: Iterable[Sequence[Any]] = [values]
-    if func.__name__.startswith(_LISTS):
-        is_elementwise = True
-        groups = zip(*(value for value in values if isinstance(value, (list, tuple)) and value), strict=False)
-    elif name in ("aten::stack", "aten::cat"):
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        if name == "aten::stack" or dim % max([1, *(tensor.ndim for tensor in args[0])]):
-            groups = [args[0]]
-    for group in groups:
+    is_elementwise = _is_elementwise(func)
+    for group in _combined_arguments(func, args, kwargs):
         shards = [value for value in group if isinstance(value, LocalShard)]
         for other in group if shards else ():
             if isinstance(other, Tensor) and not _may_combine(shards[0], other, is_elementwise=is_elementwise):
                 raise unsupported(func.__name__, shards[0].spec)
+
+
+def _combined_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Sequence[Any]]:
+    """Return groups of arguments. `func` combines only the arguments of one group."""
+    values = [*args, *kwargs.values()]
+    if func.__name__.startswith(_LISTS):
+        return zip(*(value for value in values if isinstance(value, (list, tuple)) and value), strict=False)
+    name = func._schema.name
+    if name in ("aten::stack", "aten::cat"):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if name == "aten::stack" or dim % max([1, *(tensor.ndim for tensor in args[0])]):
+            return [args[0]]
+    return [values]
 
 
 def _may_combine(rows: LocalShard, other: Tensor, *, is_elementwise: bool) -> bool:
@@ -299,9 +310,31 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
         NotImplementedError: `func` assumes torch's own sharding, combines rows, or fails on ranks without rows.
     """
     name, spec, row_dim = func._schema.name, rows.spec, rows.row_dim
-    has_same_rows = torch.Tag.pointwise in func.tags or func.__name__.startswith(_LISTS) or name in _SAME_ROWS
+    has_same_rows = _is_elementwise(func) or name in _SAME_ROWS
     if row_dim is None or spec.is_fully_local or has_same_rows or func.namespace != "aten":
         return repeat(row_dim)
+    results = _call_with_many_rows(func, spec, args, kwargs)
+    if results is None:
+        return repeat(row_dim)
+    dims = [_dim_of_many_rows(result) for result in results]
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    keeps_rows = any(dim == row_dim and t.ndim == rows.ndim for dim, t in zip(dims, results, strict=True))
+    is_along_rows = named.get("dim") in (row_dim, row_dim + rows.ndim) and keeps_rows and not _returns_alias(func)
+    if is_along_rows or name == "aten::aminmax":  # torch cannot compute the latter without rows
+        raise unsupported(func.__name__, spec)
+    return iter(dims)
+
+
+def _call_with_many_rows(
+    func: Any, spec: RowShardSpec, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor] | None:
+    """Return the tensors that `func` returns on the meta device if this rank has `_MANY_ROWS` rows.
+
+    Return None if the meta device does not support `func`, or if an error does not depend on the number of rows.
+
+    Raises:
+        NotImplementedError: `func` assumes torch's own sharding.
+    """
 
     def resize(tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
@@ -311,41 +344,54 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
 
     on_meta, options = tree_map_only(Tensor, resize, (args, kwargs))
     try:
-        results = [leaf for leaf in tree_leaves(func(*on_meta, **options)) if isinstance(leaf, Tensor)]
-    except NotImplementedError:  # not available on the meta device
-        return repeat(row_dim)
+        return [leaf for leaf in tree_leaves(func(*on_meta, **options)) if isinstance(leaf, Tensor)]
+    except NotImplementedError:
+        return None
     except (RuntimeError, IndexError) as error:
         if spec.row_counts == spec.torch_row_counts:
-            return repeat(row_dim)
+            return None
         raise unsupported(func.__name__, spec) from error
-    dims = [
-        next((i - t.ndim for i, size in enumerate(t.shape) if size % _MANY_ROWS == 0 < size), None) for t in results
-    ]
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
-    keeps_rows = any(dim == row_dim and t.ndim == rows.ndim for dim, t in zip(dims, results, strict=True))
-    is_along_rows = named.get("dim") in (row_dim, row_dim + rows.ndim) and keeps_rows and not is_view
-    if is_along_rows or name == "aten::aminmax":  # torch cannot compute the latter without rows
-        raise unsupported(func.__name__, spec)
-    return iter(dims)
 
 
-def _check_and_record_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    if func._schema.name not in _NAMES_ONLY:
-        for tensor in tensors:
-            if not isinstance(tensor, LocalShard) or tensor.tracker is None:
-                continue
-            if tensor.tracker.access_error is not None and func._schema.name in _ZEROES:
-                tensor.tracker.zero_requested, tensor.tracker.access_error = True, None
-            if tensor.tracker.access_error is not None or not func._schema.is_mutable:
-                tensor.tracker.prepare_read()
-    if not func._schema.is_mutable:
+def _dim_of_many_rows(result: Tensor) -> int | None:
+    """Return the dim, counted from the last, that contains the rows of :func:`_call_with_many_rows`, or None."""
+    sizes = enumerate(result.shape)
+    return next((dim - result.ndim for dim, size in sizes if size % _MANY_ROWS == 0 < size), None)
+
+
+def _returns_alias(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+def _check_access(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if `func` uses the values of an argument with an access error, unless it sets them to zero."""
+    name = func._schema.name
+    if name in _NAMES_ONLY:
         return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    for tensor in tensors:
+        tracker = tensor.tracker if isinstance(tensor, LocalShard) else None
+        if tracker is None:
             continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, LocalShard) and tensor.tracker is not None:
-                tensor.tracker.record_write()
-                tensor.tracker.was_zeroed |= func._schema.name in _ZEROES
+        if tracker.access_error is not None and name in _ZEROES:
+            tracker.zero_requested, tracker.access_error = True, None
+        if tracker.access_error is not None or not func._schema.is_mutable:
+            tracker.prepare_read()
+
+
+def _record_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for value in written_values(func, args, kwargs):
+        if isinstance(value, LocalShard) and value.tracker is not None:
+            value.tracker.record_write()
+            value.tracker.was_zeroed |= func._schema.name in _ZEROES
+
+
+def written_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments to which the operator `func` writes. Lists are flattened."""
+    if not func._schema.is_mutable:
+        return []
+    written = [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tree_leaves(written)

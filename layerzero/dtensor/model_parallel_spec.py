@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from layerzero.comm.collectives import broadcast_group
+from layerzero.dtensor.typed_torch import make_dtensor
 from layerzero.utils.torch_compat import (
     AsyncCollectiveTensor,
     DTensorSpec,
@@ -113,7 +114,7 @@ class ModelParallelSpec:
         return not any(coordinate for coordinate, each in coordinates if isinstance(each, Replicate))
 
     @property
-    def place(self) -> tuple[int | None, ...]:
+    def part_coordinates(self) -> tuple[int | None, ...]:
         """Coordinate of this rank on each model-parallel axis, or None if the parameter is replicated on the axis."""
         coordinates = zip(self._coordinate, self.placements, strict=True)
         return tuple(None if isinstance(each, Replicate) else coordinate for coordinate, each in coordinates)
@@ -150,10 +151,10 @@ class ModelParallelSpec:
         """Return the shape of this rank's part after it is joined with the parts of the other ranks on `axis`."""
         return self._sizes_and_offsets_without(axis)[0]
 
-    def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
+    def of_state(self, shape: Sequence[int], *, axis: int | None, coordinate: int) -> ModelParallelSpec:
         """Return the spec of a tensor in the optimizer state of an owned parameter.
 
-        Along `axis`, if it is not None, only the rank at coordinate `place` has elements. Other axes that shard the
+        Along `axis`, if it is not None, only the rank at `coordinate` has elements. Other axes that shard the
         parameter split a stack of matrices along dim 0, and they split the state tensor in the same way.
         """
         cut = [axis == mesh_axis or self.sharded_dim(mesh_axis) is not None for mesh_axis in range(self.mesh.ndim)]
@@ -163,7 +164,7 @@ class ModelParallelSpec:
             shape=tuple(shape),
             stride=tuple(torch.empty(tuple(shape), device="meta").stride()),
             is_dtensor=False,
-            owner=None if axis is None else (axis, place),
+            owner=None if axis is None else (axis, coordinate),
         )
 
     # Between the local part and the global tensor
@@ -196,7 +197,7 @@ class ModelParallelSpec:
         """Gather the global tensor from all parts. All ranks on the model-parallel axes must call this method."""
         if self.owner is not None:
             return self._from_holder(part)
-        return self._as_dtensor(part).full_tensor() if self.is_sharded else part  # type: ignore[no-any-return]
+        return self._as_dtensor(part).full_tensor() if self.is_sharded else part
 
     def _from_holder(self, part: Tensor) -> Tensor:
         assert self.owner is not None
@@ -212,4 +213,4 @@ class ModelParallelSpec:
     def _as_dtensor(self, part: Tensor) -> DTensor:
         meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-        return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+        return make_dtensor(DTensor, part, spec)

@@ -38,7 +38,7 @@ class MutationTracker:
         self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
         self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
-        self.was_zeroed = False  # True after zero_(), until the owner of the storage resets it
+        self.was_zeroed = False  # True after zero_(), until the code that reads it resets it
 
     def replace_for_new_storage(self) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any later use of the old storage raises RuntimeError."""

@@ -43,7 +43,7 @@ def copy_attributes_and_hooks(source: nn.Parameter, *, gathered: nn.Parameter, s
         gathered._backward_hooks = source._backward_hooks
     hooks = getattr(source, "_post_accumulate_grad_hooks", None)
     if hooks is not None:
-        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        sharded._post_accumulate_grad_hooks = hooks
 
 
 # Attributes from earlier gradient accumulation, and attributes that belong to DTensor.
@@ -144,11 +144,11 @@ def _describe_tensor(value: Any) -> str:
     return f"{kind} of shape {list(value.shape)}, {value.dtype} on {value.device}{rows}"
 
 
-FUNCTION_OVERRIDES: dict[
-    Any, Callable[..., Any]
-] = {  # replacement for each torch function, as passed to __torch_function__
-    Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
-    Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
+_DATA: Any = Tensor.data
+# Replacement for each torch function, as passed to __torch_function__.
+FUNCTION_OVERRIDES: dict[Any, Callable[..., Any]] = {
+    _DATA.__get__: lambda tensor, *_: tensor.detach(),
+    _DATA.__set__: assign_data,
     **{access: resolve_first(access) for access in GRAD_ACCESSORS},
     can_move_data: check_move_is_noop,
     Tensor.share_memory_: refuse_sharing,

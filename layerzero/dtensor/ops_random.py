@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from layerzero.dtensor.op_errors import unsupported
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.typed_torch import make_dtensor
 from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, trunc_normal_
 
 __all__ = ["LIKE", "call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator"]
@@ -86,7 +87,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return draw_full(func, args, kwargs)
     settings = {name: caller.f_locals[name] for name in ("mean", "std", "a", "b", "generator")}
     drawn = draw_full(lambda whole, *_, **__: trunc_normal_(whole, **settings), args, kwargs)
-    return _WithinBounds(drawn._local_tensor, drawn._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return make_dtensor(_WithinBounds, drawn._local_tensor, drawn._spec)
 
 
 class _WithinBounds(DTensor):

@@ -31,13 +31,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layerzero.dtensor.derived import call_on_sharded, is_in_place
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
-from layerzero.dtensor.local_shard import LocalShard, outside_dtensor, plain, to_local
+from layerzero.dtensor.local_shard import LocalShard, local_shard, outside_dtensor, plain, to_local
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import no_gradient_message, unsupported
 from layerzero.dtensor.ops_data import FUNCTION_OVERRIDES, AbsentAttribute, mark_uninitialized
 from layerzero.dtensor.ops_random import LIKE, call_on_full, is_drawing_function
 from layerzero.dtensor.ops_reduction import REDUCTIONS, REFUSED
 from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.typed_torch import apply_function, make_dtensor
 from layerzero.utils.bit_sums import digest
 from layerzero.utils.torch_compat import (
     DisableTorchDispatch,
@@ -83,9 +84,8 @@ class RowShardedTensor(DTensor):
         backward. As in DDP, this gradient has not yet been averaged over the ranks. If `hook` returns a tensor, this
         tensor replaces the gradient.
         """
-        if self.gathered is not None:
-            return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        target: Any = super() if self.gathered is None else self.gathered
+        return target.register_hook(hook)
 
     @classmethod
     def __torch_function__(
@@ -128,10 +128,10 @@ class RowShardedTensor(DTensor):
         with torch.no_grad():
             full = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
-            full = _RaiseInBackward.apply(self, full)  # type: ignore[no-untyped-call]
+            full = apply_function(_RaiseInBackward, self, full)
         return full
 
-    def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+    def copy_(self, other: Any, non_blocking: bool = False) -> Any:
         """Copy `other` into this tensor. If `other` is a full tensor, copy only this rank's rows.
 
         All ranks must call this method and pass the same values. See [Note: Copies from full tensors].
@@ -162,7 +162,7 @@ class RowShardedTensor(DTensor):
         return to_local(self, grad_placements)
 
     @property
-    def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def placements(self) -> tuple[Any, ...]:
         """Placements on the model-parallel axes, followed by two ``Shard(0)`` placements with uneven pieces."""
         spec = self._local_tensor.spec
         bounds, mesh_info = spec.bounds, spec.mesh_info
@@ -188,15 +188,15 @@ class RowShardedTensor(DTensor):
         return DTensor.from_local(self.full_tensor(), mesh, target, run_check=False)
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
-        return sharded(rows, self._local_tensor.spec, MutationTracker())
+        return sharded(rows, self._local_tensor.spec)
 
     def detach(self) -> RowShardedTensor:
-        return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return make_dtensor(type(self), self._local_tensor.detach(), self._spec)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
         """Return a copy of this rank's rows, for entries in state dicts. For parameters, raise TypeError."""
         if not isinstance(self, nn.Parameter):
-            copied = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            copied = make_dtensor(type(self), copy.deepcopy(self._local_tensor, memo), self._spec)
             memo[id(self)] = copied
             return copied
         raise TypeError(
@@ -225,7 +225,7 @@ class RowShardedTensor(DTensor):
             "root or of a unit are not supported either. Pass an unsharded copy to them"
         )
 
-    storage = numpy = tolist = untyped_storage  # type: ignore[assignment]
+    storage = numpy = tolist = untyped_storage
 
 
 # Names of torch functions that only access shapes, flags or gradients and compute no values.
@@ -267,7 +267,7 @@ class ShardedScalar(RowShardedTensor):
 
         def row_of(number: ShardedScalar) -> Tensor:
             if number.requires_grad and torch.is_grad_enabled() and not is_written:
-                return _ZeroDimToRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
+                return apply_function(_ZeroDimToRow, number)
             row = _from_local_shard(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
             rows.append(row)  # keeps the row alive, so that no other tensor gets its id
             numbers[id(row)] = number
@@ -281,15 +281,13 @@ class ShardedScalar(RowShardedTensor):
                 return made
             if tuple(made.shape) != (1,):
                 raise unsupported(func.__name__, spec)
-            return _RowToZeroDim.apply(made) if made.requires_grad else _from_local_shard(local, ())  # type: ignore[no-untyped-call]
+            return apply_function(_RowToZeroDim, made) if made.requires_grad else _from_local_shard(local, ())
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
         return tree_map_only(DTensor, zero_dim_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        row: Any = _ZeroDimToRow.apply(self)  # type: ignore[no-untyped-call]
-        local: Tensor = row.to_local(grad_placements=grad_placements)
-        return local
+        return to_local(apply_function(_ZeroDimToRow, self), grad_placements)
 
 
 class _ZeroDimToRow(torch.autograd.Function):
@@ -303,7 +301,7 @@ class _ZeroDimToRow(torch.autograd.Function):
         with DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
         # A copy, because autograd may pass the same tensor to other nodes, and _accumulate_grad keeps it.
-        gradient = sharded(rows.clone(), ctx.spec, MutationTracker())
+        gradient = sharded(rows.clone(), ctx.spec)
         return None if _accumulate_grad(ctx.next_functions[0][0], gradient) else gradient
 
 
@@ -332,7 +330,7 @@ def _accumulate_grad(node: Any, gradient: RowShardedTensor) -> bool:
 class _RowToZeroDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: DTensor) -> Tensor:
-        return _from_local_shard(row._local_tensor, ())  # type: ignore[arg-type]
+        return _from_local_shard(local_shard(row), ())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -356,9 +354,9 @@ class _RaiseInBackward(torch.autograd.Function):
         )
 
 
-def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker | None = None) -> RowShardedTensor:
+def sharded(local: Tensor, spec: RowShardSpec, tracker: MutationTracker | None = None) -> RowShardedTensor:
     """Return a DTensor of shape ``spec.full_shape`` whose rows on this rank are the plain tensor `local`."""
-    return _from_local_shard(LocalShard(local, spec, watch or MutationTracker()), spec.full_shape)
+    return _from_local_shard(LocalShard(local, spec, tracker or MutationTracker()), spec.full_shape)
 
 
 def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
@@ -366,8 +364,7 @@ def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTe
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     model_parallel_placements = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
     spec = DTensorSpec(local.spec.mesh, (*model_parallel_placements, Shard(0), Shard(0)), tensor_meta=meta)
-    kind = RowShardedTensor if shape else ShardedScalar
-    return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return make_dtensor(RowShardedTensor if shape else ShardedScalar, local, spec)
 
 
 def _with_gathered(inputs: Sequence[Any]) -> list[Any]:
@@ -403,7 +400,9 @@ def _as_row_sharded(made: Tensor) -> Tensor:
 
     Otherwise return `made` unchanged.
     """
-    local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.full_shape or (1,)):
+    if not isinstance(made, DTensor) or not isinstance(made._local_tensor, LocalShard):
         return made
-    return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
+    local = made._local_tensor
+    if made.requires_grad or tuple(made.shape) != (local.spec.full_shape or (1,)):
+        return made
+    return make_dtensor(RowShardedTensor, local, made._spec)

@@ -158,7 +158,7 @@ class OwnedParam(FullParam):
         k = self.owner.s * mesh_info.replicas + self.owner.r
         model_parallel = spec.model_parallel
         if model_parallel is not None:
-            model_parallel = model_parallel.of_state(shape, axis=self.owner.axis, place=self.owner.t)
+            model_parallel = model_parallel.of_state(shape, axis=self.owner.axis, coordinate=self.owner.t)
             shape = [each.stop - each.start for each in model_parallel.global_slices]
         bounds = (0,) * (k + 1) + (shape[0],) * (mesh_info.data_parallel - k)
         return RowShardSpec(self.member.name, tuple(shape), bounds, mesh_info, model_parallel)

@@ -185,7 +185,8 @@ class SGD(torch.optim.SGD):  # has the same name as torch's class, because check
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
     ) -> bool:
-        sparse: bool = super()._init_group(group, params, grads, momenta)  # type: ignore[no-untyped-call]
+        of_torch: Any = super()
+        sparse: bool = of_torch._init_group(group, params, grads, momenta)
         if group["fused"] and any(momentum is not None for momentum in momenta):
             for index, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
                 if momenta[index] is None:

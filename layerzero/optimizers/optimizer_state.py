@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
-from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.update_rule import FullParam
@@ -45,8 +44,8 @@ def to_public_value(value: Any, holder: Holder) -> Any:
             return leaf
         if isinstance(holder, FullParam):
             shape = holder.global_state_shape(leaf.shape)
-            return leaf if shape is None else sharded(leaf, holder.state_spec(shape), MutationTracker())
-        return sharded(leaf, holder.spec, MutationTracker()) if leaf.shape == holder.master.shape else leaf
+            return leaf if shape is None else sharded(leaf, holder.state_spec(shape))
+        return sharded(leaf, holder.spec) if leaf.shape == holder.master.shape else leaf
 
     return tree_map(convert, value)
 
@@ -66,7 +65,7 @@ def to_stored_value(key: str, value: Any, holder: Holder) -> Any:
             return _rows_of_rank(key, leaf, holder, copy=False) if is_global else leaf
         full = _full_on_owner(key, leaf, holder, copy=False)
         is_stored = holder.is_owned_by_this_rank or not leaf.ndim
-        return full if is_stored else sharded(full[:0], holder.state_spec(leaf.shape), MutationTracker())
+        return full if is_stored else sharded(full[:0], holder.state_spec(leaf.shape))
 
     stored = tree_map(convert, value)
     return value if all(map(operator.is_, tree_leaves(stored), tree_leaves(value))) else stored
@@ -155,7 +154,7 @@ def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True)
 def _full_on_owner(key: str, value: Tensor, owned: FullParam, *, copy: bool) -> Tensor:
     device = owned.member.master.device
     if value.ndim == 0:
-        value = value.full_tensor() if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.clone() if copy else value
     local = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(local, LocalShard) and local.spec.same_sharding(owned.state_spec(value.shape)):

@@ -183,7 +183,7 @@ class ShardedOptimizer(StateDictMethods):
     # One step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce unreduced gradients, update the masters, and launch the refresh.
 
         Args:

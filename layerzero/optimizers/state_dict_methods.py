@@ -201,7 +201,7 @@ class StateDictMethods(Optimizer):
 
         def gathered(value: Any) -> Any:
             if isinstance(value, DTensor):  # full_tensor is a collective: all ranks call it in the same order
-                value = value.full_tensor()  # type: ignore[no-untyped-call]
+                value = value.full_tensor()
             if not keeps or not isinstance(value, Tensor):
                 return value if keeps else None
             copy = value.detach().clone()
@@ -212,7 +212,7 @@ class StateDictMethods(Optimizer):
         return to_numbered({**by_name, "state": state}) if keeps else {}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict` or :meth:`state_dict_by_name`, or the state of an unsharded optimizer.
 
         Each group gets the hyperparameters of the saved groups that contain its parameters. The settings `foreach`,

@@ -74,7 +74,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
             assigned = self._inner.state
             self._inner.state = MasterKeyedState(dict)
             self.replace(assigned)
-        return self._inner.state  # type: ignore[return-value]
+        return self._inner.state
 
     def replace(self, values: Mapping[Any, Any]) -> None:
         """Replace the state, as ``optimizer.state = values`` does in torch."""
@@ -120,7 +120,7 @@ class ParamKeyedState(MutableMapping[Any, Any]):
         self.forget_owners()
 
     def __contains__(self, key: object) -> bool:
-        holder = self.holder_of(key)  # type: ignore[arg-type]
+        holder = self.holder_of(key)
         if isinstance(holder, FullParam):
             return holder.member.name in self._owned_elsewhere()
         listed = self._params.get(key)
@@ -194,8 +194,8 @@ class _StateValues(UserDict[str, Any]):
             ``type(values)({...})``, `stored` is shown as is.
     """
 
-    def __init__(self, stored: MutableMapping[str, Any], holder: Holder = None) -> None:
-        self.data = stored  # type: ignore[assignment]  # not a copy
+    def __init__(self, stored: Mapping[str, Any], holder: Holder = None) -> None:
+        self.data: Any = stored  # not a copy
         self._holder = holder
 
     def __getitem__(self, key: str) -> Any:
@@ -212,7 +212,7 @@ class _StateValues(UserDict[str, Any]):
     def __ror__(self, other: Any) -> Any:
         return dict(other) | dict(self)
 
-    def __ior__(self, other: Any) -> _StateValues:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
 
@@ -231,7 +231,7 @@ def _show(value: Any, holder: Holder) -> Any:
     if holder is None:
         return value
     if isinstance(value, Mapping):
-        return _StateValues(value, holder)  # type: ignore[arg-type]
+        return _StateValues(value, holder)
     if isinstance(value, (list, tuple)):
         shown = tuple(_show(item, holder) for item in value)
         # A tuple, because changes of a copied list would be lost without an error.

@@ -88,8 +88,8 @@ def new_state(
             return copy.deepcopy(value)  # torch.distributed.checkpoint writes to the scalars
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype
         tensor = to_public_value(torch.zeros_like(master, dtype=dtype, requires_grad=False), holder)
-        if isinstance(tensor, RowShardedTensor):
-            tensor._local_tensor.tracker.on_read = on_read  # type: ignore[union-attr]
+        if isinstance(tensor, RowShardedTensor) and (tracker := tensor._local_tensor.tracker) is not None:
+            tracker.on_read = on_read
         return tensor
 
     return {key: tree_map(new_value, value) for key, value in example.items()}

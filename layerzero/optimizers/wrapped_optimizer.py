@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain, written_values
 from layerzero.optimizers.listed_params import ListedParam
-from layerzero.utils.torch_compat import TorchDispatchMode, tree_leaves
+from layerzero.utils.torch_compat import TorchDispatchMode
 
 __all__ = [
     "HOOKS",
@@ -71,7 +71,7 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
         update(inner.step)  # a custom step, which is called unchanged
         return
     if replaced is not None:
-        inner._opt_called = True  # type: ignore[attr-defined]  # the only effect of a scheduler's step wrapper
+        vars(inner)["_opt_called"] = True  # the only effect of a scheduler's step wrapper
     args: tuple[Any, ...] = (inner,)
     kwargs: dict[str, Any] = {}
     for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
@@ -122,19 +122,13 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and not self._seen and self._is_write(func, args, kwargs):
+        if not self._seen and any(map(self._is_in_memory, written_values(func, args, kwargs))):
             self._on_first_write()
             self._seen = True
         return func(*args, **kwargs)
 
-    def _is_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
-                if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.untyped_storage()._cdata in self._memory:
-                    return True
-        return False
+    def _is_in_memory(self, value: Any) -> bool:
+        return type(value) in (Tensor, torch.nn.Parameter) and value.untyped_storage()._cdata in self._memory
 
 
 def reduced_grad_rows(gradient: Tensor) -> Tensor | None:

@@ -208,7 +208,7 @@ def test_state_of_one_place_is_told_to_the_others_in_one_copy(rank: int) -> None
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         whole = torch.arange(24).view(8, 3).to(dtype)
         for place in (0, 3):
-            held = model_parallel.of_state(whole.shape, axis=0, place=place)
+            held = model_parallel.of_state(whole.shape, axis=0, coordinate=place)
             part = whole.T.contiguous().T if rank == place else whole.new_empty(0, 3)
             with Largest() as made:
                 told = held.gather_global(part)
