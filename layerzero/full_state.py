@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.local_shard import find_local_shard, plain
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
@@ -205,10 +205,10 @@ def _final_gradients(
         gradient = member.sharded.grad
         if gradient is None:
             continue
-        tracker = gradient._local_tensor.tracker  # type: ignore[attr-defined]
-        if tracker is not None and tracker.access_error is not None:
+        local = find_local_shard(gradient)
+        if local is not None and local.tracker.access_error is not None:
             raise RuntimeError(
-                f"{subject}: the gradient of parameter {member.name!r} is not final: {tracker.access_error}"
+                f"{subject}: the gradient of parameter {member.name!r} is not final: {local.tracker.access_error}"
             )
         final[member] = gradient
     return final

@@ -76,9 +76,9 @@ def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `access`, one of GRAD_ACCESSORS, so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
     def resolve_and_access(parameter: Any, *value: Tensor | None) -> Any:
-        tracker = parameter._local_tensor.tracker
-        if tracker is not None and tracker.lazy_grad is not None and tracker.lazy_grad.pending:
-            tracker.lazy_grad.resolve()
+        lazy_grad = parameter._local_tensor.tracker.lazy_grad
+        if lazy_grad is not None and lazy_grad.pending:
+            lazy_grad.resolve()
         return access(parameter, *value)
 
     return resolve_and_access

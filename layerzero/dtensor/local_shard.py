@@ -42,14 +42,14 @@ if TYPE_CHECKING:  # a third of the import time of this package, and needed only
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["LocalShard", "local_shard", "outside_dtensor", "plain", "to_local", "written_values"]
+__all__ = ["LocalShard", "find_local_shard", "local_shard", "outside_dtensor", "plain", "to_local", "written_values"]
 
 
 class LocalShard(torch.Tensor):
     """Rows of a sharded tensor on this rank, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
 
     spec: RowShardSpec
-    tracker: MutationTracker | None
+    tracker: MutationTracker
     row_dim: int | None  # dim of the rows, counted from the last; None outside of a DTensor, and if there are no rows
     is_outside: bool  # True for rows that the user has requested with to_local()
 
@@ -60,13 +60,13 @@ class LocalShard(torch.Tensor):
         cls,
         plain: Tensor,
         spec: RowShardSpec,
-        tracker: MutationTracker | None,
+        tracker: MutationTracker | None = None,
         row_dim: int | None = 0,
         *,
         is_outside: bool = False,
     ) -> LocalShard:
         rows: LocalShard = make_subclass(cls, plain, False)
-        rows.spec, rows.tracker, rows.is_outside = spec, tracker, is_outside
+        rows.spec, rows.tracker, rows.is_outside = spec, tracker or MutationTracker(), is_outside
         rows.row_dim = None if row_dim is None else max(row_dim or -plain.ndim, -plain.ndim)
         return rows
 
@@ -95,7 +95,7 @@ class LocalShard(torch.Tensor):
                 output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return output
-        tracker = shard.tracker if _returns_alias(func) else None
+        tracker = shard.tracker if _returns_alias(func) else None  # None: new memory
         return tree_map_only(Tensor, lambda t: shard._wrap_result(func, t, tracker, next(row_dims)), output)
 
     def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None, row_dim: int | None) -> Tensor:
@@ -117,7 +117,7 @@ class LocalShard(torch.Tensor):
         return LocalShard(plain(self), self.spec, self.tracker, None, is_outside=True)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
-        """Return a copy without a tracker."""
+        """Return a copy with a tracker of its own."""
         copied = memo[id(self)] = self.with_rows(_accessible_rows(self).clone())
         return copied
 
@@ -148,7 +148,7 @@ class LocalShard(torch.Tensor):
             WriteItemType,
         )
 
-        if self.tracker is not None and self.tracker.on_read is not None:
+        if self.tracker.on_read is not None:
             self.tracker.on_read()
         if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
             return []  # the rank with the primary copy writes it
@@ -166,8 +166,7 @@ class LocalShard(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # Called when a load is planned. On a rank without rows, nothing is written, but the rank must take part in the
         # refresh.
-        if self.tracker is not None:
-            self.tracker.record_write()
+        self.tracker.record_write()
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -192,6 +191,12 @@ def local_shard(tensor: DTensor) -> LocalShard:
     return cast(LocalShard, tensor._local_tensor)
 
 
+def find_local_shard(tensor: object) -> LocalShard | None:
+    """Return the LocalShard that `tensor` is, or that is its local tensor. Return None if there is none."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local if isinstance(local, LocalShard) else None
+
+
 class _ToLocal(torch.autograd.Function):
     """Alias of a DTensor's rows outside of a DTensor. The gradient is sharded like the DTensor."""
 
@@ -210,7 +215,7 @@ class _ToLocal(torch.autograd.Function):
 
 def to_local(tensor: Any, grad_placements: Any) -> Tensor:
     """Return the rows of a sharded or derived tensor, outside of a DTensor."""
-    if torch.is_grad_enabled() and grad_placements is None and isinstance(tensor._local_tensor, LocalShard):
+    if torch.is_grad_enabled() and grad_placements is None and find_local_shard(tensor) is not None:
         return apply_function(_ToLocal, tensor)
     return outside_dtensor(DTensor.to_local(tensor, grad_placements=grad_placements))
 
@@ -236,8 +241,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _accessible_rows(rows: LocalShard) -> Tensor:
     """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
-    if rows.tracker is not None:
-        rows.tracker.prepare_read()
+    rows.tracker.prepare_read()
     return plain(rows)
 
 
@@ -368,10 +372,7 @@ def _check_access(func: Any, tensors: Sequence[Tensor]) -> None:
     name = func._schema.name
     if name in _NAMES_ONLY:
         return
-    for tensor in tensors:
-        tracker = tensor.tracker if isinstance(tensor, LocalShard) else None
-        if tracker is None:
-            continue
+    for tracker in [tensor.tracker for tensor in tensors if isinstance(tensor, LocalShard)]:
         if tracker.access_error is not None and name in _ZEROES:
             tracker.zero_requested, tracker.access_error = True, None
         if tracker.access_error is not None or not func._schema.is_mutable:
@@ -380,7 +381,7 @@ def _check_access(func: Any, tensors: Sequence[Tensor]) -> None:
 
 def _record_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for value in written_values(func, args, kwargs):
-        if isinstance(value, LocalShard) and value.tracker is not None:
+        if isinstance(value, LocalShard):
             value.tracker.record_write()
             value.tracker.was_zeroed |= func._schema.name in _ZEROES
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.lazy_grad import GRAD_ACCESSORS, resolve_first
-from layerzero.dtensor.local_shard import local_shard
-from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.local_shard import find_local_shard, local_shard
 from layerzero.utils.torch_compat import can_move_data
 
 __all__ = ["FUNCTION_OVERRIDES", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
@@ -66,14 +65,12 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     """
     if value is target or _is_empty(value):
         return
-    rows = local_shard(target)
+    rows, value_rows = local_shard(target), find_local_shard(value)
     spec = rows.spec
-    value_rows = getattr(value, "_local_tensor", None)
-    value_spec = getattr(value_rows, "spec", None)
     if (
         value_rows is None
-        or value_spec is None
-        or not spec.same_sharding(value_spec)
+        or not isinstance(value, DTensor)
+        or not spec.same_sharding(value_rows.spec)
         or (value.shape, value_rows.row_dim) != (target.shape, rows.row_dim)
         or (value_rows.dtype, value_rows.device) != (rows.dtype, rows.device)
     ):
@@ -117,17 +114,15 @@ def check_move_is_noop(target: DTensor, moved: Tensor) -> bool:
 
 def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
     """Mark `made` as uninitialized until its first write if `func` is ``torch.empty_like``, and return it."""
-    local: Any = getattr(made, "_local_tensor", None)
-    if func is torch.empty_like and hasattr(local, "tracker"):
-        local.tracker = MutationTracker()
+    if func is torch.empty_like and (local := find_local_shard(made)) is not None:
         local.tracker.uninitialized = True
     return made
 
 
 def _is_empty(tensor: Any) -> bool:
     """Return whether ``torch.empty_like`` of a sharded tensor created `tensor` and nothing has been written to it."""
-    tracker = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
-    return tracker is not None and tracker.uninitialized
+    local = find_local_shard(tensor)
+    return local is not None and local.tracker.uninitialized
 
 
 def refuse_sharing(target: DTensor) -> NoReturn:

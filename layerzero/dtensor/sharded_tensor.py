@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layerzero.dtensor.derived import call_on_sharded, is_in_place
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
-from layerzero.dtensor.local_shard import LocalShard, local_shard, outside_dtensor, plain, to_local
+from layerzero.dtensor.local_shard import LocalShard, find_local_shard, local_shard, outside_dtensor, plain, to_local
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import no_gradient_message, unsupported
 from layerzero.dtensor.ops_data import FUNCTION_OVERRIDES, AbsentAttribute, mark_uninitialized
@@ -122,9 +122,7 @@ class RowShardedTensor(DTensor):
         """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable. Leave grad_placements out")
-        tracker = self._local_tensor.tracker
-        if tracker is not None:
-            tracker.prepare_read()
+        self._local_tensor.tracker.prepare_read()
         with torch.no_grad():
             full = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
@@ -137,10 +135,10 @@ class RowShardedTensor(DTensor):
         All ranks must call this method and pass the same values. See [Note: Copies from full tensors].
         """
         local = self._local_tensor
-        if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
-            if not other._local_tensor.spec.same_sharding(local.spec):
+        if isinstance(other, DTensor) and (other_local := find_local_shard(other)) is not None:
+            if not other_local.spec.same_sharding(local.spec):
                 raise ValueError(
-                    f"{local.spec.name!r} cannot be copied from {other._local_tensor.spec.name!r}, which has another "
+                    f"{local.spec.name!r} cannot be copied from {other_local.spec.name!r}, which has another "
                     "sharding. Load through layerzero.checkpoint or torch.distributed.checkpoint"
                 )
             return super().copy_(other, non_blocking)
@@ -152,7 +150,7 @@ class RowShardedTensor(DTensor):
                 "torch.no_grad()"
             )
         rows = rows_of(other.detach(), local.spec)
-        if local.tracker is not None and local.spec.num_holders > 1 and not isinstance(other, DTensor):
+        if local.spec.num_holders > 1 and not isinstance(other, DTensor):
             local.tracker.loaded_digests[local.spec.name] = digest(other)
         with torch.no_grad():
             outside_dtensor(local).copy_(rows, non_blocking)
@@ -276,8 +274,8 @@ class ShardedScalar(RowShardedTensor):
         def zero_dim_of(made: DTensor) -> Tensor:
             if id(made) in numbers:
                 return numbers[id(made)]
-            local = made._local_tensor
-            if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
+            local = find_local_shard(made)
+            if made.ndim == 0 or local is None or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
                 raise unsupported(func.__name__, spec)
@@ -356,7 +354,7 @@ class _RaiseInBackward(torch.autograd.Function):
 
 def sharded(local: Tensor, spec: RowShardSpec, tracker: MutationTracker | None = None) -> RowShardedTensor:
     """Return a DTensor of shape ``spec.full_shape`` whose rows on this rank are the plain tensor `local`."""
-    return _from_local_shard(LocalShard(local, spec, tracker or MutationTracker()), spec.full_shape)
+    return _from_local_shard(LocalShard(local, spec, tracker), spec.full_shape)
 
 
 def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
@@ -400,9 +398,9 @@ def _as_row_sharded(made: Tensor) -> Tensor:
 
     Otherwise return `made` unchanged.
     """
-    if not isinstance(made, DTensor) or not isinstance(made._local_tensor, LocalShard):
+    local = find_local_shard(made)
+    if not isinstance(made, DTensor) or local is None or made.requires_grad:
         return made
-    local = made._local_tensor
-    if made.requires_grad or tuple(made.shape) != (local.spec.full_shape or (1,)):
+    if tuple(made.shape) != (local.spec.full_shape or (1,)):
         return made
     return make_dtensor(RowShardedTensor, local, made._spec)

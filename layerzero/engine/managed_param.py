@@ -43,19 +43,19 @@ class ManagedParam:
         self.master_param = nn.Parameter(self.master, requires_grad=self.sharded.requires_grad)
         self.master_param.__dict__ = self.sharded.__dict__
 
-    def change_rows(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
+    def change_rows(self, master: Tensor, spec: RowShardSpec, local: slice, tracker: MutationTracker) -> None:
         """Replace the master rows that this rank stores. The sharded parameter remains the same object.
 
         Args:
             master: rows in master dtype, ``[rows, *rest]``.
             spec: rows of the parameter on each rank.
             local: slice of the ZeRO-1 shard that contains the rows.
-            watch: object that records the user's writes to the rows.
+            tracker: object that records the user's writes to the rows.
         """
         self.master, self.spec, self.shard_slice = master, spec, local
         self.master_param.data = master
         assert isinstance(self.sharded, RowShardedTensor)
-        self.sharded._local_tensor = LocalShard(master, spec, watch)
+        self.sharded._local_tensor = LocalShard(master, spec, tracker)
 
     def close(self) -> None:
         """Drop the gathered parameter, which a reference to the sharded parameter would otherwise keep alive."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.local_shard import find_local_shard, plain
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.update_rule import FullParam
@@ -156,21 +156,19 @@ def _full_on_owner(key: str, value: Tensor, owned: FullParam, *, copy: bool) -> 
     if value.ndim == 0:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.clone() if copy else value
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if isinstance(local, LocalShard) and local.spec.same_sharding(owned.state_spec(value.shape)):
+    local = find_local_shard(value)
+    if local is not None and local.spec.same_sharding(owned.state_spec(value.shape)):
         return plain(value).to(device, copy=copy)
-    full, model_parallel = (
-        (value.full_tensor() if isinstance(value, DTensor) else value),
-        owned.state_spec(value.shape).model_parallel,
-    )
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    model_parallel = owned.state_spec(value.shape).model_parallel
     return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
 
 
 def _rows_of_rank(key: str, value: Tensor, member: ManagedParam, *, copy: bool) -> Tensor:
     if value.ndim == 0 and not isinstance(value, DTensor):
         return value.clone() if copy else value
-    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not value._local_tensor.spec.same_sharding(member.spec):
+    if isinstance(value, DTensor) and (local := find_local_shard(value)) is not None:
+        if not local.spec.same_sharding(member.spec):
             raise ValueError(
                 f"state {key!r} of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
             )

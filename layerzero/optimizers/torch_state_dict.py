@@ -88,8 +88,8 @@ def new_state(
             return copy.deepcopy(value)  # torch.distributed.checkpoint writes to the scalars
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype
         tensor = to_public_value(torch.zeros_like(master, dtype=dtype, requires_grad=False), holder)
-        if isinstance(tensor, RowShardedTensor) and (tracker := tensor._local_tensor.tracker) is not None:
-            tracker.on_read = on_read
+        if isinstance(tensor, RowShardedTensor):
+            tensor._local_tensor.tracker.on_read = on_read
         return tensor
 
     return {key: tree_map(new_value, value) for key, value in example.items()}
@@ -98,8 +98,7 @@ def new_state(
 def is_unwritten(values: Mapping[str, Any]) -> bool:
     """Return whether `values` is state from :func:`new_state`, and no load has written to its sharded tensors."""
     tensors = [value for value in tree_leaves(dict(values)) if isinstance(value, RowShardedTensor)]
-    trackers = [tensor._local_tensor.tracker for tensor in tensors]
-    return bool(trackers) and all(tracker is not None and tracker.on_read is not None for tracker in trackers)
+    return bool(tensors) and all(tensor._local_tensor.tracker.on_read is not None for tensor in tensors)
 
 
 def to_numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.dtensor.local_shard import LocalShard, plain, written_values
+from layerzero.dtensor.local_shard import find_local_shard, local_shard, plain, written_values
 from layerzero.optimizers.listed_params import ListedParam
 from layerzero.utils.torch_compat import TorchDispatchMode
 
@@ -133,17 +133,15 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
     """Return this rank's rows of a gradient, or None if the gradient is not reduced yet."""
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    is_pending = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
-    return None if is_pending else plain(gradient)
+    local = find_local_shard(gradient)
+    return plain(gradient) if local is None or local.tracker.access_error is None else None
 
 
 def record_writes(parameters: Iterable[Tensor]) -> None:
     """Record a write to sharded parameters or gradients that their mutation trackers cannot detect by themselves."""
     for parameter in parameters:
-        assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
-        if parameter._local_tensor.tracker is not None:
-            parameter._local_tensor.tracker.record_write()
+        assert isinstance(parameter, DTensor)
+        local_shard(parameter).tracker.record_write()
 
 
 def replace_params(settings: dict[Any, Any], find: Callable[[Tensor | int], Tensor | None]) -> None:

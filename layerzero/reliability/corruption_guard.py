@@ -106,7 +106,7 @@ def _gradient_record(gradient: Tensor) -> _TensorRecord:
     The version is always 0, because the mutation tracker of a gradient counts all writes.
     """
     local = gradient._local_tensor if isinstance(gradient, DTensor) else None
-    write_count = local.tracker.write_count if isinstance(local, LocalShard) and local.tracker is not None else 0
+    write_count = local.tracker.write_count if isinstance(local, LocalShard) else 0
     tensor = local_rows(gradient)
     return _TensorRecord(tensor.data_ptr(), 0, write_count, sum64(tensor))
 
@@ -300,6 +300,6 @@ class CorruptionGuard:
         """
         gradient = self._lz_state.members[name].sharded.grad
         local = gradient._local_tensor if isinstance(gradient, DTensor) else None
-        if not isinstance(local, LocalShard) or local.tracker is None or local.tracker.access_error is not None:
+        if not isinstance(local, LocalShard) or local.tracker.access_error is not None:
             return None
         return gradient
