@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,14 +61,7 @@ def clip_grad_norm_(
         _refuse_unsharded_gradients(model, lz_states)
     for lz_state in lz_states.values():
         lz_state.scheduler.complete_gradients(without_backward=lz_state.gradients.has_run_no_backward)
-    infinite = math.isinf(norm_type)
-    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    sent, *other_sums = [_reduce_norm(lz_state, norm_type, op) for lz_state in lz_states.values()]
-    for other_sum in other_sums:
-        sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
-    for group in extra_groups:
-        all_reduce_group(sent, op, group)
-    total = sent.view(torch.float64) if infinite else sent.pow(1.0 / norm_type)
+    total = _total_norm(lz_states.values(), norm_type, extra_groups)
     is_fp64 = any(m.master.dtype == torch.float64 for lz_state in lz_states.values() for m in lz_state.members.values())
     total = total.to(torch.float64 if is_fp64 else torch.float32)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -78,16 +71,30 @@ def clip_grad_norm_(
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for lz_state in lz_states.values():
-        gradients = _gradients(lz_state)
-        if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
-            record_writes(gradients)
-            foreach_mul_(shards, coefficient.to(shards[0].device))
-        lz_state.gradients.scale_residuals(coefficient)
+        _scale_gradients(lz_state, coefficient)
     return total
 
 
-def _gradients(lz_state: LayerZeroState) -> list[Tensor]:
-    return [m.sharded.grad for m in lz_state.members.values() if m.sharded.grad is not None]
+def _scale_gradients(lz_state: LayerZeroState, coefficient: Tensor) -> None:
+    gradients = [m.sharded.grad for m in lz_state.members.values() if m.sharded.grad is not None]
+    if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
+        record_writes(gradients)
+        foreach_mul_(shards, coefficient.to(shards[0].device))
+    lz_state.gradients.scale_residuals(coefficient)
+
+
+def _total_norm(
+    lz_states: Iterable[LayerZeroState], norm_type: float, extra_groups: Sequence[dist.ProcessGroup]
+) -> Tensor:
+    """Return the norm of all gradients of all models, as a 0-dim fp64 tensor."""
+    infinite = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    sent, *other_sums = [_reduce_norm(lz_state, norm_type, op) for lz_state in lz_states]
+    for other_sum in other_sums:
+        sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
+    for group in extra_groups:
+        all_reduce_group(sent, op, group)
+    return sent.view(torch.float64) if infinite else sent.pow(1.0 / norm_type)
 
 
 def _reduce_norm(lz_state: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -76,6 +76,9 @@ _MOST_KINDS = 16  # maximum number of kinds of groups in a trial that are distin
 _LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where parameters do not change
 _SAVABLE = (Tensor, bool, int, float, str, NoneType, torch.dtype)  # types in state and settings, in any nesting
 _Shapes = list[tuple[int, ...]]
+_Groups = Sequence[
+    tuple[Mapping[str, Any], Sequence[Tensor]]
+]  # (group of the optimizer, parameters that replace its own)
 _NOT_THE_USERS = {"gathered", "_is_param", "main_grad", "grad_added_to_main_grad"}  # attributes of sharded parameters
 # Types of resources outside of the optimizer. A copy refers to the same objects as the original.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
@@ -406,14 +409,8 @@ def _run_steps(
             former, old = optimizer_copy, parameters
             parameters = [torch.nn.Parameter(parameter.detach()) for parameter in old]
             optimizer_copy, step = _copy_for_trial(optimizer, groups, parameters, small)
-            new_of: dict[Any, Tensor] = dict(zip(old, parameters, strict=True))
-            optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
-            for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
-                group.update({**saved, "params": group["params"]})
-        for parameter, each in zip(parameters, small, strict=True):
-            gradient = each.gradients[number]
-            is_placeholder = parameter.shape != gradient.shape
-            parameter.grad = torch.zeros_like(parameter) if is_placeholder else gradient.clone()
+            _load_from(former, optimizer_copy, dict(zip(old, parameters, strict=True)))
+        _set_gradients(parameters, [each.gradients[number] for each in small])
         if rank is not None and any(each.is_owned for each in small):
             turns = _defer_owned_turns(optimizer_copy, parameters, small, rank)
             addon("muon").step_param_by_param(optimizer_copy, step, turns)
@@ -425,6 +422,19 @@ def _run_steps(
         for parameter, each in zip(parameters, small, strict=True)
     ]
     return _Outcome(trained, _numbers(optimizer_copy, parameters, small), states)
+
+
+def _load_from(former: Optimizer, optimizer_copy: Optimizer, new_of: Mapping[Any, Tensor]) -> None:
+    """Load the state and the settings of another copy. `new_of` maps its parameters to those of `optimizer_copy`."""
+    optimizer_copy.state.update({new_of.get(key, key): value for key, value in former.state.items()})
+    for group, saved in zip(optimizer_copy.param_groups, former.param_groups, strict=True):
+        group.update({**saved, "params": group["params"]})
+
+
+def _set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        is_placeholder = parameter.shape != gradient.shape
+        parameter.grad = torch.zeros_like(parameter) if is_placeholder else gradient.clone()
 
 
 def _copy_for_trial(
@@ -495,12 +505,11 @@ def _numbers(optimizer_copy: Optimizer, parameters: Sequence[Tensor], small: Seq
 
 
 def _compare(full: _Outcome, ranks: Sequence[_Outcome], small: Sequence[_SmallParam]) -> str | None:
+    """Describe how the results of simulated ranks differ from those of full parameters, or return None."""
     has_changed = False
     for index, (each, parameter) in enumerate(zip(small, full.parameters, strict=True)):
-        if each.is_owned:
-            joined = ranks[each.owner].parameters[index]
-        else:
-            joined = torch.cat([rank.parameters[index] for rank in ranks])
+        parts = [rank.parameters[index] for rank in ranks]
+        joined = parts[each.owner] if each.is_owned else torch.cat(parts)
         if not (parameter.isfinite().all() and joined.isfinite().all()):
             raise TrialError("stepping small parameters made them NaN or infinite")
         change = (parameter - each.start).abs()
@@ -511,14 +520,19 @@ def _compare(full: _Outcome, ranks: Sequence[_Outcome], small: Sequence[_SmallPa
             kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
             way = "stepped without the other parameters" if each.is_owned else "split into rows"
             return f"{kind} got different updates when it was {way}"
-    noun = "parameters" if any(each.is_owned for each in small) else "rows"
+    difference = _number_difference(full, ranks, noun="parameters" if any(each.is_owned for each in small) else "rows")
+    if difference is None and not has_changed:
+        raise TrialError(f"{_STEPS} steps on small parameters did not change them")
+    return difference
+
+
+def _number_difference(full: _Outcome, ranks: Sequence[_Outcome], *, noun: str) -> str | None:
+    """Describe a scalar that differs between `full` and a rank, or return None."""
     for name, value in full.numbers.items():
         for rank_value in (rank.numbers.get(name, value) for rank in ranks):
             both_nan = math.isnan(value) and math.isnan(rank_value)
             if not (both_nan or math.isclose(value, rank_value, rel_tol=1e-4, abs_tol=1e-12)):
                 return f"{name} depends on the {noun} that are stepped ({value:.6g} for all, {rank_value:.6g} for some)"
-    if not has_changed:
-        raise TrialError(f"{_STEPS} steps on small parameters did not change them")
     return None
 
 
@@ -527,7 +541,7 @@ def step_of_copy(optimizer_copy: Optimizer) -> Callable[[], Any]:
     return with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))
 
 
-def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer, groups: _Groups) -> Optimizer:
     """Return a copy of the optimizer that has the same class, attributes and settings but steps other parameters.
 
     References to parameters in attributes become references to the new parameters, if possible with the same number of
@@ -544,35 +558,12 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     Raises:
         Exception: an attribute cannot be copied. The error comes from the attribute's copy method.
     """
-    state: defaultdict[Tensor, Any] = defaultdict(dict)
-    state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    memo: dict[int, Any] = {id(optimizer.state): state}
     all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
     for settings, parameters in groups:
-        old_parameters = settings["params"]
-        for index, old in enumerate(old_parameters):
-            alike = [parameter for parameter in parameters if _row_ndim(parameter) == _row_ndim(old)] or parameters
-            memo[id(old)] = alike[index % len(alike)]
-        examples = {_row_ndim(old): current(old) for old in reversed(old_parameters or all_parameters)}
-        with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
-        for parameter in parameters:
-            example = examples.get(_row_ndim(parameter), next(iter(examples.values())))
-            for name, value in user_attributes(example).items():
-                new_value = _convert_value(value, example, parameter) if isinstance(value, Tensor) else value
-                vars(parameter)[name] = new_value
-            if with_state is not None:
-                values = optimizer.state[with_state].items()
-                state[parameter] = {key: _convert_value(value, with_state, parameter) for key, value in values}
-        memo[id(old_parameters)] = list(parameters)
-        # `old_parameters` may be a part of a group's list. An attribute may refer to that list, as in LBFGS.
-        ids_of_old = set(map(id, old_parameters))
-        for group in optimizer.param_groups:
-            if group["params"] is not old_parameters and not ids_of_old.isdisjoint(map(id, group["params"])):
-                memo.setdefault(id(group["params"]), []).extend(parameters)
-    # Other attributes may also refer to parameters. These references must not become copies of the parameters.
-    for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
-        memo.setdefault(id(old), groups[0][1][0])
+        _copy_user_attributes(settings["params"] or all_parameters, parameters)
+    memo = _memo_of_parameters(optimizer, groups)
     ids = {id(old): memo[id(old)] for old in all_parameters}
+    memo[id(optimizer.state)] = _copy_state(optimizer, groups)
     memo[id(optimizer.param_groups)] = [
         {key: list(parameters) if key == "params" else _copy_value(value, memo) for key, value in settings.items()}
         for settings, parameters in groups
@@ -586,6 +577,50 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     for settings in (vars(optimizer_copy), *optimizer_copy.param_groups):
         replace_params(settings, lambda reference: ids.get(reference) if isinstance(reference, int) else None)
     return optimizer_copy
+
+
+def _copy_user_attributes(old_parameters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Give each new parameter the attributes of an old one, if possible of one with the same number of dims."""
+    examples = {_row_ndim(old): current(old) for old in reversed(old_parameters)}
+    for parameter in parameters:
+        example = examples.get(_row_ndim(parameter), next(iter(examples.values())))
+        for name, value in user_attributes(example).items():
+            new_value = _convert_value(value, example, parameter) if isinstance(value, Tensor) else value
+            vars(parameter)[name] = new_value
+
+
+def _memo_of_parameters(optimizer: Optimizer, groups: _Groups) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` that maps old parameters, and the groups' lists of them, to new ones."""
+    memo: dict[int, Any] = {}
+    for settings, parameters in groups:
+        old_parameters = settings["params"]
+        for index, old in enumerate(old_parameters):
+            alike = [parameter for parameter in parameters if _row_ndim(parameter) == _row_ndim(old)] or parameters
+            memo[id(old)] = alike[index % len(alike)]
+        memo[id(old_parameters)] = list(parameters)
+        # `old_parameters` may be a part of a group's list. An attribute may refer to that list, as in LBFGS.
+        ids_of_old = set(map(id, old_parameters))
+        for group in optimizer.param_groups:
+            if group["params"] is not old_parameters and not ids_of_old.isdisjoint(map(id, group["params"])):
+                memo.setdefault(id(group["params"]), []).extend(parameters)
+    # Other attributes may also refer to parameters. These references must not become copies of the parameters.
+    others = [old for group in optimizer.param_groups for old in group["params"]]
+    for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
+        memo.setdefault(id(old), groups[0][1][0])
+    return memo
+
+
+def _copy_state(optimizer: Optimizer, groups: _Groups) -> defaultdict[Any, Any]:
+    """Return state for new parameters that is similar to the state of old ones, and a copy of other state."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    for settings, parameters in groups:
+        with_state = next((old for old in settings["params"] if optimizer.state.get(old)), None)
+        if with_state is not None:
+            values = optimizer.state[with_state].items()
+            for parameter in parameters:
+                state[parameter] = {key: _convert_value(value, with_state, parameter) for key, value in values}
+    return state
 
 
 def _row_ndim(parameter: Tensor) -> int:

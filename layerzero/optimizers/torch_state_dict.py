@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -155,24 +156,23 @@ def _names_of_numbers(
     groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]], aliases: Mapping[str, str]
 ) -> dict[Any, str]:
     """Map each parameter number in `groups` to the name that the optimizer uses for that parameter."""
+    numbers = [number for group in groups for number in group["params"]]
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
-        pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
-        names = {number: name for group in pairs for number, name in group}
-        if unknown := sorted({name for name in names.values() if name not in aliases}):
+        names = [name for group in groups for name in group.get("param_names") or ()]
+        if unknown := set(names) - aliases.keys():
             raise ValueError(
                 f"the param_names in the state contain {shorten_names(unknown)}, which the optimizer does not have. "
                 "Load the state of an optimizer with the same parameters. To load by number, remove param_names from "
                 "the groups of the state"
             )
-        return {number: aliases[name] for number, name in names.items()}
+        return {number: aliases[name] for number, name in zip(numbers, names, strict=True)}
     saved_sizes, own_sizes = [len(group["params"]) for group in groups], [len(names) for names in own_names]
     if saved_sizes != own_sizes:
         raise ValueError(
             f"the state identifies parameters by number, but its groups have {saved_sizes} parameters and those of the "
             f"optimizer have {own_sizes}. Use the same groups, or load a state whose groups have param_names"
         )
-    numbers = (number for group in groups for number in group["params"])
-    return dict(zip(numbers, (name for names in own_names for name in names), strict=True))
+    return dict(zip(numbers, chain.from_iterable(own_names), strict=True))
 
 
 def _aliases(model: nn.Module, own: Container[str]) -> dict[str, str]:

@@ -162,11 +162,8 @@ def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], level
         return value if new is None else id(new) if kind is int else new
     if kind in _LEAVES or not levels:
         return value
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = list(value)
-    elif isinstance(value, (dict, WeakKeyDictionary, WeakIdKeyDictionary)):
-        items = list(value.items())
-    else:
+    items = _items_of(value)
+    if items is None:
         # Objects inside of objects are not searched: a logger, for example, refers to all other loggers.
         if levels > _LEVELS_OF_OBJECTS and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
             _replace_in(vars(value), find, _LEVELS_OF_OBJECTS)
@@ -176,12 +173,24 @@ def _replace_in(value: Any, find: Callable[[Tensor | int], Tensor | None], level
         return value
     if isinstance(value, (tuple, frozenset)):
         return value._make(new_items) if hasattr(value, "_make") else kind(new_items)
-    value.clear()
-    if isinstance(value, (list, deque)):
-        value.extend(new_items)
-    elif isinstance(value, set):
-        value.update(new_items)
-    else:
-        for key, each in new_items:  # Counter.update would count the pairs
-            value[key] = each
+    _refill(value, new_items)
     return value
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """Return the elements of a container, or the pairs of a dict. Return None for other objects."""
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    return list(value.items()) if isinstance(value, (dict, WeakKeyDictionary, WeakIdKeyDictionary)) else None
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    """Replace the items of a mutable container, which are those of :func:`_items_of`."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(items)
+    elif isinstance(container, set):
+        container.update(items)
+    else:
+        for key, each in items:  # Counter.update would count the pairs
+            container[key] = each
