@@ -21,6 +21,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.engine.weight_refresh import RefreshRound
 from layerzero.optimizers.compatibility import is_elementwise_by_name
 from layerzero.optimizers.update_rule import UpdateRule
+from layerzero.optimizers.wrapped_optimizer import has_step_of_its_own
 
 __all__ = ["update_params"]
 
@@ -56,9 +57,8 @@ def _can_step_in_parts(inner: Optimizer) -> bool:
 
     Step post-hooks would run after some refreshes have already been launched.
     """
-    step = vars(inner).get("step")
-    is_class_step = step is None or hasattr(step, "_wrapped_by_lr_sched")
-    return is_class_step and is_elementwise_by_name(inner) and not inner._optimizer_step_post_hooks
+    has_hooks = bool(inner._optimizer_step_post_hooks)
+    return is_elementwise_by_name(inner) and not has_step_of_its_own(inner) and not has_hooks
 
 
 def _step_in_parts(

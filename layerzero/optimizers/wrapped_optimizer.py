@@ -30,6 +30,7 @@ from layerzero.utils.torch_compat import TorchDispatchMode
 __all__ = [
     "HOOKS",
     "WriteDetector",
+    "has_step_of_its_own",
     "record_writes",
     "reduced_grad_rows",
     "refuse_mixed_dtensors",
@@ -57,6 +58,12 @@ def unwrap_step(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
+def has_step_of_its_own(inner: Optimizer) -> bool:
+    """Return whether the instance has a ``step`` that is not that of its class. The wrapper of a scheduler is none."""
+    replaced = vars(inner).get("step")
+    return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")
+
+
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any]) -> None:
     """Call ``inner.step()`` with the hooks of the instance but without torch's global hooks.
 
@@ -65,12 +72,11 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
     Args:
         update: function that receives a function that steps `inner`, and calls it one or more times.
     """
-    replaced = vars(inner).get("step")
     bare = unwrap_step(type(inner).step)
-    if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
+    if bare is type(inner).step or has_step_of_its_own(inner):
         update(inner.step)  # a custom step, which is called unchanged
         return
-    if replaced is not None:
+    if "step" in vars(inner):
         vars(inner)["_opt_called"] = True  # the only effect of a scheduler's step wrapper
     args: tuple[Any, ...] = (inner,)
     kwargs: dict[str, Any] = {}
