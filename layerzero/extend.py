@@ -12,6 +12,8 @@ An add-on imports from the core only public names of ``layerzero`` and the names
 - Codecs encode messages, an :class:`EncodedRefresher` sends refreshes, a :class:`GatherExtension` gathers one
   parameter, and an :class:`UpdateRule` decides who updates which rows.
 - A :class:`Transport` moves weights and gradients between the ranks of one ZeRO-3 group.
+- :func:`build_unit` builds one unit with its final sharded parameters, and :func:`make_root` completes a model whose
+  units are built. They share :class:`SharedResources`.
 - :func:`require_equal` compares values between ranks before an operation that depends on them.
 """
 
@@ -97,9 +99,12 @@ from layerzero.optimizers.optimizer_state import shorten_names
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import record_writes
+from layerzero.sharding.build_units import build_unit, plan_unit
+from layerzero.sharding.make_root import make_root
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
-from layerzero.sharding.unit_selection import UnitDefinition, block_classes
+from layerzero.sharding.shared_resources import SharedResources
+from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, block_classes
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
@@ -142,6 +147,7 @@ __all__ = [
     "ModelParallelSpec",
     "ModelRanks",
     "NamedWait",
+    "ParamInfo",
     "ParamRows",
     "ParamView",
     "PendingCollective",
@@ -154,6 +160,7 @@ __all__ = [
     "RowShardSpec",
     "RowShardedTensor",
     "SendBuffer",
+    "SharedResources",
     "Size",
     "Slot",
     "StepObserver",
@@ -181,6 +188,7 @@ __all__ = [
     "block_classes",
     "boot_id",
     "broadcast",
+    "build_unit",
     "codec_text",
     "compute_device",
     "connect",
@@ -200,6 +208,7 @@ __all__ = [
     "launching",
     "load_named",
     "local_rows",
+    "make_root",
     "max_magnitudes",
     "may_wait",
     "mesh_group",
@@ -209,6 +218,7 @@ __all__ = [
     "original_dtypes",
     "parameters_text",
     "plain_access",
+    "plan_unit",
     "plan_unit_specs",
     "plan_units",
     "predicted_traffic",

@@ -17,9 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.comm.agreement import require_equal
+from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.engine.managed_param import ManagedParam
+from layerzero.sharding.unit_selection import UnitDefinition, qualified_name
 
-__all__ = ["UninitializedTensor", "fill_sentinel", "has_sentinel", "initialization_check"]
+__all__ = [
+    "InitFn",
+    "UninitializedTensor",
+    "check_meta_init",
+    "fill_sentinel",
+    "has_meta",
+    "has_sentinel",
+    "initialization_check",
+    "tensors_on_meta",
+    "uninitialized_tensors",
+]
+
+InitFn = Callable[[nn.Module], None]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 8  # maximum number of names in an error
@@ -46,6 +60,68 @@ class UninitializedTensor:
             return False
         # A cast may have turned the sentinel into a different NaN.
         return bool(tensor.isnan().any()) if _is_inexact(tensor) else has_sentinel(tensor)
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Return whether a parameter or buffer that the module owns directly is on the meta device."""
+    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+
+
+def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
+    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized.
+
+    Raises:
+        TypeError: `param_init_fn` is neither callable nor None.
+        ValueError: an ignored parameter is on the meta device, or a module on the meta device has no
+            ``reset_parameters()`` and `param_init_fn` is None.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
+            "initializes a module on the meta device, such as model._init_weights"
+        )
+    sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
+    for module, module_name in ((module, name) for plan in plans for module, name in plan.modules.items()):
+        if not has_meta(module):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
+                raise ValueError(
+                    f"parameter {qualified_name(module_name, name)!r} is ignored and on the meta device. layerzero "
+                    "does not allocate or initialize ignored parameters. Build it on a real device, or do not ignore it"
+                )
+        if param_init_fn is None and not hasattr(module, "reset_parameters"):
+            where = f"module {module_name!r}" if module_name else "the model"
+            raise ValueError(
+                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
+                "reset_parameters(). Pass param_init_fn, a function that initializes one module"
+            )
+
+
+def tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
+    """Return the parameters and buffers of a unit that are on the meta device."""
+    parameters = [
+        UninitializedTensor(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
+    ]
+    buffers = [
+        UninitializedTensor(each.name, each.module, each.attribute, is_parameter=False)
+        for each in plan.buffers()
+        if each.buffer.is_meta
+    ]
+    return [*parameters, *buffers]
+
+
+def uninitialized_tensors(
+    plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]
+) -> list[UninitializedTensor]:
+    """Return those of `was_on_meta` that the initialization of the unit has not written."""
+    parameters = {info.name: info.parameter for info in plan.parameters}
+    uninitialized = []
+    for each in was_on_meta:
+        tensor = parameters[each.name] if each.is_parameter else each.owner._buffers.get(each.attribute)
+        if tensor is not None and has_sentinel(local_part(tensor)):
+            uninitialized.append(each)
+    return uninitialized
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ from layerzero.config import LayerZeroConfig
 from layerzero.engine.rank_traits import RankTraits
 from layerzero.estimates.specs import UnitSpec
 from layerzero.layout.shard_grid import ShardGrid
-from layerzero.sharding.build_units import check_codecs, plan_handles, settings_of_units
+from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import UnitDefinition, partition
+from layerzero.sharding.unit_settings import check_codecs, settings_of_units
 
 __all__ = ["plan_unit_specs", "plan_units"]
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from layerzero.comm.agreement import has_peers, require_equal
-from layerzero.comm.collectives import connect_pairs, timeout_of
-from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
-from layerzero.comm.process_groups import (
-    ModelGroups,
-    drop_idle_groups,
-    drop_released_groups,
-    group_count_fields,
-)
-from layerzero.comm.refreshers import EncodedRefresher
-from layerzero.comm.transport.base import BufferDemand, TransportTraits
-from layerzero.comm.transport.selection import select_transports
-from layerzero.comm.waits import monitor_waits
-from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
+from layerzero.comm.agreement import require_equal
+from layerzero.comm.mesh_info import AXES, as_data_parallel
+from layerzero.comm.process_groups import ModelGroups, drop_idle_groups, group_count_fields
 from layerzero.config import (
     Accumulation,
     Codecs,
@@ -36,52 +22,30 @@ from layerzero.config import (
     PrecisionPolicy,
     Reshards,
     Units,
-    UnitSettings,
     names_new_places,
 )
-from layerzero.device.accelerator import HostDeviceCopies, device_module
-from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.dtensor.warning_filter import filter_mesh_warnings
-from layerzero.engine.gradient_offload import AccumulatorAllocator
-from layerzero.engine.hooks import register_hooks
-from layerzero.engine.rank_traits import RankTraits
-from layerzero.engine.resources import MeshResources, ModelPools
-from layerzero.engine.state import LayerZeroState
-from layerzero.engine.unit import Unit
-from layerzero.estimates.memory_estimate import held_bytes
-from layerzero.estimates.scratch_buffers import buffer_demand, scratch_of
-from layerzero.estimates.specs import HandleSpec, specs_of
-from layerzero.sharding.build_units import (
-    build_unit,
-    check_codecs,
-    check_meta_init,
-    check_offload,
-    parts_to_compare,
-    plan_handles,
-    require_broadcastable_buffers,
-    require_equal_encoded_sizes,
-    settings_of_units,
-    settings_to_compare,
-)
-from layerzero.sharding.launchers import connections_warning, restart_warning
-from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
-from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
-from layerzero.sharding.optimizer_guard import guard_optimizers
+from layerzero.sharding.build_units import BuiltUnit, build_unit, plan_unit, require_equal_encoded_sizes
+from layerzero.sharding.make_root import make_root
+from layerzero.sharding.meta_init import InitFn, check_meta_init
+from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_meshes import (
     MeshOf,
     ModelParallelMeshes,
-    connect_meshes,
     find_model_parallel_meshes,
     model_parallel_failure,
     root_mesh,
     unit_mesh_selector,
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
-from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
-from layerzero.utils.add_ons import addon
-
-_log = logging.getLogger("layerzero")
+from layerzero.sharding.unit_settings import (
+    ChosenSettings,
+    check_codecs,
+    check_offload,
+    parts_to_compare,
+    require_broadcastable_buffers,
+    settings_of_units,
+    settings_to_compare,
+)
 
 __all__ = ["shard_model"]
 
@@ -191,10 +155,8 @@ def shard_model(
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     root = _agree_on_root_mesh(model, mesh, zero3_size)
-    ranks = ranks_in(root)
     fields: dict[str, object] = {}
-    plans: list[UnitDefinition] = []
-    settings: dict[UnitDefinition, UnitSettings] = {}
+    settings: ChosenSettings = {}
     model_parallel_meshes: ModelParallelMeshes = {}
     failure: Exception | None = None
     try:
@@ -230,97 +192,51 @@ def shard_model(
         fields = settings_to_compare(model, settings, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
+    _agree(model, root, fields, settings, failure)
+    _build(model, settings, model_parallel_meshes, config, param_init_fn)
+    return model
+
+
+def _agree(
+    model: nn.Module,
+    root: DeviceMesh,
+    fields: dict[str, object],
+    settings: ChosenSettings,
+    failure: Exception | None,
+) -> None:
+    """Raise an error on all ranks if they disagree on `fields` or on the parts of DTensors, or if any rank failed."""
+    ranks = ranks_in(root)
     failure = model_parallel_failure(model, root, fields, failure)
     drop_idle_groups()
     created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
-    require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=created_groups, failure=failure)
-
-    groups = ModelGroups()
-    try:
-        lz_state = _build(model, settings, model_parallel_meshes, config, groups, param_init_fn)
-        _attach_to_model(lz_state, plans)
-    except BaseException:
-        groups.abandon()
-        raise
-    return model
+    require_equal(
+        "shard_model", fields | parts_to_compare([*settings]), ranks=ranks, groups=created_groups, failure=failure
+    )
 
 
 def _build(
     model: nn.Module,
-    settings: Mapping[UnitDefinition, UnitSettings],
+    settings: ChosenSettings,
     model_parallel_meshes: ModelParallelMeshes,
     config: LayerZeroConfig,
-    groups: ModelGroups,
-    param_init_fn: Callable[[nn.Module], None] | None,
-) -> LayerZeroState:
-    """Build the units and handles that the keys of `settings` define, and return the state of the model.
-
-    All ranks of the model must call this function with the same settings.
-    """
-    model_ranks, sites = connect_meshes(
-        model_parallel_meshes, groups, sums_locally=next(iter(settings.values())).policy.fp32_accumulation
-    )
-    mesh_info = model_ranks.mesh_info
-    if not mesh_info.zero3_reduce_comm.held_group.is_local:
-        drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)
-    handles: dict[UnitDefinition, list[HandleSpec]] = {}
-    for plan, chosen in settings.items():
-        site = sites[plan.mesh]
-        handles[plan] = plan_handles(
-            plan,
-            chosen,
-            config,
-            _traits_for_planning(site.mesh_info, config),
-            averaged=mesh_info.data_parallel,
-            has_model_parallel_spec=site.has_model_parallel_spec,
-        )
-    pools = _model_pools(mesh_info.device, config.offload)
-
-    def demand_for(traits: TransportTraits) -> BufferDemand:
-        rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
-        return buffer_demand([each for unit in handles.values() for each in unit], config, rank_traits)
-
-    for shared_over, site in sites.items():
-        require_equal_encoded_sizes(
-            {plan: unit for plan, unit in handles.items() if plan.mesh == shared_over}, config, site
-        )
-        if config.codecs.hop2 is not None:
-            connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-    meshes = [site.mesh_info for site in sites.values()]
-    transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
-    resources = {
-        shared_over: MeshResources(
-            site.mesh_info, transports[site.mesh_info], pools, _create_refresher(site.mesh_info, config.codecs, pools)
-        )
-        for shared_over, site in sites.items()
-    }
-    units_built: dict[UnitDefinition, Unit] = {}
-    uninitialized: list[UninitializedTensor] = []
-    was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for plan, planned in handles.items():
-        enclosing = [units_built[each] for each in plan.enclosing]
-        units_built[plan], unit_uninitialized = build_unit(
-            plan, planned, settings[plan], config, sites[plan.mesh], resources[plan.mesh], param_init_fn, enclosing
-        )
-        uninitialized += unit_uninitialized
-    scratch = scratch_of(units_built.values(), config)
-    pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
-    ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    lz_state = LayerZeroState(model, [*units_built.values()], config, model_ranks, pools, transports.values(), ignored)
-    lz_state.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
-    # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
-    if uninitialized or (was_on_meta and not config.sync_module_states):
-        lz_state.status.first_forward_checks.append(
-            initialization_check(uninitialized, lz_state.members, model_ranks.ranks)
-        )
-    return lz_state
-
-
-def _create_refresher(mesh_info: MeshInfo, codecs: Codecs, pools: ModelPools) -> EncodedRefresher | None:
-    if codecs.refresh is None or mesh_info.replicas == 1:
-        return None
-    refresher: EncodedRefresher = addon("slow_links").make_refresher(mesh_info, codecs.refresh, pools.scratch)
-    return refresher
+    param_init_fn: InitFn | None,
+) -> None:
+    """Build the units one by one, and then the root. All ranks of the model must pass the same settings."""
+    groups = ModelGroups()
+    sums_locally = next(iter(settings.values())).policy.fp32_accumulation
+    try:
+        shared = SharedResources.connect(model_parallel_meshes, config, groups, sums_locally=sums_locally)
+        planned = [plan_unit(plan, chosen, shared) for plan, chosen in settings.items()]
+        require_equal_encoded_sizes(planned, shared)
+        shared = shared.share_memory([handle for unit in planned for handle in unit.handles])
+        built: dict[UnitDefinition, BuiltUnit] = {}
+        for unit in planned:
+            enclosing = [built[each] for each in unit.definition.enclosing]
+            built[unit.definition] = build_unit(unit, shared, param_init_fn=param_init_fn, enclosing=enclosing)
+        make_root(model, built.values(), shared)
+    except BaseException:
+        groups.abandon()
+        raise
 
 
 def _agree_on_root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
@@ -332,66 +248,3 @@ def _agree_on_root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero
         if dist.get_rank() in ranks:  # otherwise the calling ranks are unknown
             require_equal("shard_model", {}, ranks=ranks, failure=error)
         raise
-
-
-def _attach_to_model(lz_state: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
-    """Register the hooks, checks and methods of a sharded model, log its size, and start its watchdog."""
-    register_hooks(lz_state)
-    guard_optimizers(lz_state)
-    guard_wrappers()
-    guard_fully_shard(module for plan in plans for module in plan.modules)
-    bind_methods(lz_state)
-    show_units_in_repr(lz_state.units)
-    filter_mesh_warnings()
-    mesh_info = lz_state.mesh_info
-    if lz_state.ranks.is_first:
-        size = held_bytes(specs_of(lz_state.units), lz_state.config) / 2**20
-        _log.info(
-            "%s: %d units (including the root), D=%d, S=%d, %.1f MiB per rank without the optimizer state",
-            *(type(lz_state.model).__name__, len(lz_state.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
-        )
-        for message in (restart_warning(), connections_warning(mesh_info.device.type)):
-            if message:
-                _log.warning("%s", message)
-    _start_watchdog(lz_state)
-
-
-def _start_watchdog(lz_state: LayerZeroState) -> None:
-    """Monitor waits and, on a device, start the default watchdog; see [Note: Completion on a device]."""
-    mesh_info, ranks = lz_state.mesh_info, lz_state.ranks.ranks
-    if not has_peers(ranks):
-        return
-    lz_state.on_close.append(monitor_waits(lz_state, mesh_info.counters))
-    if device_module(mesh_info.device) is None:
-        return
-    groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in lz_state.handles))}
-    limit = default_limit(min(map(timeout_of, groups)))
-    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, is_default=True)
-    lz_state.attach(watchdog)
-
-
-def _traits_for_planning(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return this rank's traits with the process-group transport, to plan handles before a transport is selected.
-
-    Both transports lead to the same plans.
-    """
-    traits = TransportTraits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
-    return RankTraits.of(mesh_info, traits, offload_params=config.offload.params)
-
-
-def _model_pools(device: torch.device, offload: Offload) -> ModelPools:
-    transfers = HostDeviceCopies(device, pin_memory=offload.pin_memory) if offload.settings else None
-    if transfers is not None and not transfers.pins:
-        unpinned = "" if offload.pin_memory else " and no memory to pin"
-        message = (
-            f"Offload({', '.join(offload.settings)}) on {device}: there is no device memory to free{unpinned}. Results "
-            "do not change. Leave offload out"
-        )
-        warnings.warn(message, stacklevel=5)
-    return ModelPools(
-        BufferPool.of(device),
-        FullBufferPool(device),
-        AccumulatorAllocator(device, transfers if offload.grads else None),
-        transfers if offload.optimizer else None,
-        transfers if offload.params else None,
-    )

@@ -21,6 +21,7 @@ from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import default_device_type
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.resources import MeshResources
 from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
 
 __all__ = [
@@ -174,9 +175,13 @@ class UnitMesh:
     """Data-parallel mesh of one or more units, with the model-parallel axes of their parameters."""
 
     ranks: ModelRanks
-    mesh_info: MeshInfo
+    resources: MeshResources
     model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
     holds_copies: bool  # if True, ranks along the model-parallel axes have equal plain parameters
+
+    @property
+    def mesh_info(self) -> MeshInfo:
+        return self.resources.mesh_info
 
     def has_model_parallel_spec(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
@@ -211,32 +216,33 @@ class UnitMesh:
 
 
 def connect_meshes(
-    model_parallel_meshes: ModelParallelMeshes, groups: ModelGroups, *, sums_locally: bool
+    model_parallel_meshes: ModelParallelMeshes,
+    groups: ModelGroups,
+    resources_of: Callable[[MeshInfo], MeshResources],
+    *,
+    sums_locally: bool,
 ) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Return the ranks of a model, and a dict that maps each mesh to its `UnitMesh`. The root's mesh is first.
 
     All ranks of the model must call this function.
 
     Args:
+        resources_of: function that returns the transport and the pools for the handles on a mesh.
         sums_locally: see :meth:`MeshInfo.from_mesh`.
     """
-    root, *_ = model_parallel_meshes
+    root, *others = model_parallel_meshes
     mesh_info = MeshInfo.from_mesh(root, groups=groups, sums_locally=sums_locally)
     model_ranks = ModelRanks.connect(mesh_info, model_parallel_meshes[root])
-    mesh_info = model_ranks.mesh_info
+    mesh_infos = {root: model_ranks.mesh_info}
+    for mesh in others:
+        _require_consistent_meshes(model_ranks, mesh, model_parallel_meshes[mesh])
+        mesh_infos[mesh] = model_ranks.with_model_ranks(
+            MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
+        )
     sites = {}
     for mesh, axes in model_parallel_meshes.items():
-        if mesh != root:
-            _require_consistent_meshes(model_ranks, mesh, axes)
-        unit_mesh_info = (
-            mesh_info
-            if mesh == root
-            else model_ranks.with_model_ranks(
-                MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
-            )
-        )
-        model_parallel = None if axes is None else ModelParallelAxes.of(unit_mesh_info, axes, model_ranks)
-        sites[mesh] = UnitMesh(model_ranks, unit_mesh_info, model_parallel, holds_copies=mesh == root)
+        model_parallel = None if axes is None else ModelParallelAxes.of(mesh_infos[mesh], axes, model_ranks)
+        sites[mesh] = UnitMesh(model_ranks, resources_of(mesh_infos[mesh]), model_parallel, holds_copies=mesh == root)
     return model_ranks, sites
 
 

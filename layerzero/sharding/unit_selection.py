@@ -26,6 +26,7 @@ from layerzero.utils.add_ons import addon
 from layerzero.utils.torch_compat import WrapPolicy
 
 __all__ = [
+    "BufferInfo",
     "ParamInfo",
     "UnitDefinition",
     "auto_units",
@@ -33,6 +34,7 @@ __all__ = [
     "describe_tensor_kind",
     "is_plain_strided",
     "partition",
+    "qualified_name",
     "ranks_in",
 ]
 
@@ -46,6 +48,15 @@ class ParamInfo:
     owners: tuple[tuple[nn.Module, str], ...]
 
 
+class BufferInfo(NamedTuple):
+    """Buffer of a module, and its name in the model."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    buffer: torch.Tensor
+
+
 @dataclass(eq=False)
 class UnitDefinition:
     """Definition of a unit: its mesh, its modules, and the parameters that are gathered together."""
@@ -56,6 +67,25 @@ class UnitDefinition:
     parameters: list[ParamInfo] = field(default_factory=list)
     enclosing: list[UnitDefinition] = field(default_factory=list)  # as Unit.enclosing
     modules: dict[nn.Module, str] = field(default_factory=dict)  # names of the modules whose innermost unit is this one
+
+    @property
+    def label(self) -> str:
+        """Name of the unit in messages."""
+        return f"unit {self.name!r}" if self.name else "the root"
+
+    def buffers(self) -> list[BufferInfo]:
+        """Return the buffers of `modules`."""
+        return [
+            BufferInfo(module, attribute, qualified_name(module_name, attribute), buffer)
+            for module, module_name in self.modules.items()
+            for attribute, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+
+def qualified_name(module_name: str, attribute: str) -> str:
+    """Return the name in the model of a parameter or buffer, from the name of its module."""
+    return f"{module_name}.{attribute}" if module_name else attribute
 
 
 def ranks_in(mesh: DeviceMesh) -> list[int]:
@@ -179,7 +209,7 @@ def _unique_parameters(model: nn.Module, ignored: Collection[int]) -> list[tuple
     for parameter, places in uses.items():
         name, _, attribute = places[0]
         owners = dict.fromkeys((module, attribute) for _, module, attribute in places)
-        info = ParamInfo(f"{name}.{attribute}" if name else attribute, parameter, tuple(owners))
+        info = ParamInfo(qualified_name(name, attribute), parameter, tuple(owners))
         result.append(([name for name, _, _ in places], info))
     return result
 

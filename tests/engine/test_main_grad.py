@@ -102,7 +102,7 @@ def test_what_kernels_add_counts_once_in_every_micro_batch(rank: int) -> None:
     for size, early, offload in itertools.product((1, 2, 4), (False, True), (False, True)):
         if early and offload:
             continue
-        with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
+        with mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", LateTransfers):
             model = shard(net(), size, offload=Offload(grads=offload))
         for layer in model:
             layer.early = early
@@ -135,7 +135,7 @@ class Twice(nn.Module):
 @on_ranks(world_size=WORLD, shared_memory="off")
 def test_a_kernel_adds_only_after_the_late_reduction_of_an_earlier_part(rank: int) -> None:
     for offload in (False, True):
-        with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
+        with mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", LateTransfers):
             model = shard(Twice(), offload=Offload(grads=offload))
         with late_reductions(rank), late_threads(0.02):
             run(model, rank, 0, micro_batches=1)
@@ -210,7 +210,7 @@ def test_what_cannot_be_counted_is_refused(rank: int) -> None:
             without(batch(rank, 0, 0)).sum().backward()
         with torch.no_grad():
             without(batch(rank, 0, 0))
-    with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
+    with mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", LateTransfers):
         offloaded = shard(net(), offload=Offload(grads=True))
     offloaded[3].early = True
     with pytest.raises(RuntimeError, match=r"was read outside of the backward. With Offload.grads=True"):

@@ -48,7 +48,7 @@ _MODULES = (
     "device.streams",
     "engine.rank_traits",
     "engine.scheduler",
-    "sharding.shard_model",
+    "sharding.make_root",
 )
 _MOST_LATE = 2e-3  # seconds
 _PATIENCE = 20.0
@@ -250,7 +250,7 @@ class Device:
         with ExitStack() as stack:
             for module in _MODULES:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
-            stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", DeviceCopies))
+            stack.enter_context(mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", DeviceCopies))
             stack.enter_context(mock.patch("layerzero.device.buffer_pools.keep_until_done", self._poison_later))
             stack.enter_context(mock.patch.object(DeviceStream, "keep_until_done", self._keep))
             stack.enter_context(mock.patch.object(_DeviceEvents, "query", _query))

@@ -104,4 +104,4 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def late() -> Any:
     LateTransfers.made.clear()
-    return mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers)
+    return mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", LateTransfers)

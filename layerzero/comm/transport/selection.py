@@ -27,7 +27,7 @@ def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
 
 def select_transports(
     meshes: Iterable[MeshInfo],
-    demand: Callable[[TransportTraits], BufferDemand],
+    demand: Callable[[TransportTraits], BufferDemand] | None,
     scratch: BufferPool,
     full: FullBufferPool,
     *,
@@ -38,12 +38,13 @@ def select_transports(
     Models on several meshes, and ZeRO-3 groups in which some rank cannot share memory, use process groups.
 
     Args:
-        demand: function that returns the buffers that the model requests from a transport with the given traits.
+        demand: function that returns the buffers that the model requests from a transport with the given traits. If it
+            is None, the units of the model are not known yet, and process groups are used.
         scratch, full: pools of the model that the process-group transport uses.
         setting: value of ``shard_model(shared_memory=...)``.
     """
     meshes = tuple(meshes)
-    if len(meshes) == 1 and may_share_memory(meshes[0], setting):
+    if demand is not None and len(meshes) == 1 and may_share_memory(meshes[0], setting):
         transport = addon("shared_memory").SharedMemoryTransport
         shared: Transport | None = transport.connect(meshes[0], demand(transport.traits))
         if shared is not None:
