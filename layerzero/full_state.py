@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import require_equal
+from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import find_local_shard, plain
 from layerzero.dtensor.model_parallel_spec import local_part
@@ -34,6 +35,11 @@ class _Options(NamedTuple):
     rank0_only: bool
     offload_to_cpu: bool
     with_grads: bool
+
+    @property
+    def call(self) -> str:
+        """The call in messages."""
+        return f"unsharded({', '.join(f'{name}=True' for name, value in self._asdict().items() if value)})"
 
 
 @contextmanager
@@ -95,7 +101,7 @@ def _unsharded(
     lz_state: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
-    subject, modules = _format_call(options), set(module.modules())
+    modules = set(module.modules())
     gradients = _check_ranks_and_get_gradients(lz_state, module, members, options)
     keeps = lz_state.ranks.is_first or not options.rank0_only
     buffers = [buffer for buffer in lz_state.cast_buffers if keeps and buffer.module() in modules]
@@ -107,30 +113,38 @@ def _unsharded(
         if keeps:
             parameters[member] = parameter
         del parameter  # frees its memory before the next parameter is gathered
-    if keeps:
-        _install_params(parameters)
+    with _installed(lz_state, members, parameters), in_original_dtype(buffers):
+        try:
+            yield
+        except Exception as error:
+            if options.writeback and options.rank0_only:  # the other ranks wait for a broadcast from this rank
+                require_equal(options.call, {}, ranks=lz_state.ranks.ranks, failure=error)
+            raise
+        if options.writeback:
+            parameters = _agree_on_edits(lz_state, parameters, options)
+    if options.writeback:
+        _write_back(lz_state, members, parameters, options)
+
+
+@contextmanager
+def _installed(
+    lz_state: LayerZeroState, members: Sequence[ManagedParam], parameters: Mapping[ManagedParam, nn.Parameter]
+) -> Iterator[None]:
+    """Context manager in which the modules have `parameters`, the full parameters of `members`.
+
+    `parameters` is empty on ranks that keep the sharded parameters.
+    """
+    keeps = bool(parameters)
+    _install_params(parameters)
     lz_state.status.unsharded |= dict.fromkeys(members, keeps)
     try:
-        with active_view(lz_state.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
-            try:
-                yield
-            except Exception as error:
-                if options.writeback and options.rank0_only:  # the other ranks wait for a broadcast from this rank
-                    require_equal(subject, {}, ranks=lz_state.ranks.ranks, failure=error)
-                raise
-            if options.writeback:
-                parameters = _agree_on_edits(lz_state, parameters, options)
+        with active_view(lz_state.status.active_views, ParamView.UNSHARDED):
+            yield
     finally:
         for member in members:
             del lz_state.status.unsharded[member]
         if keeps:
             _install_params({member: member.sharded for member in members})
-    if options.writeback:
-        _write_back(lz_state, members, parameters, options)
-
-
-def _format_call(options: _Options) -> str:
-    return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
 
 
 def _check_ranks_and_get_gradients(
@@ -141,7 +155,7 @@ def _check_ranks_and_get_gradients(
     If ``options.with_grads`` is False, return an empty dict.
     """
     lz_state.scheduler.recover_interrupted_pass()
-    subject, model_ranks, failure = _format_call(options), lz_state.ranks, None
+    subject, model_ranks, failure = options.call, lz_state.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
@@ -362,41 +376,59 @@ def full_state_dict(
             sharded models on different ranks.
     """
     lz_states = get_states(model)
-    lz_state = next(iter(lz_states.values()))
-    if len({each.ranks.ranks for each in lz_states.values()}) > 1:
-        ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in lz_states.items())
+    ranks = {path: each.ranks for path, each in lz_states.items()}
+    model_ranks = next(iter(ranks.values()))
+    if any(each.ranks != model_ranks.ranks for each in ranks.values()):
+        listed = ", ".join(f"{path!r} on ranks {list(each.ranks)}" for path, each in ranks.items())
         raise ValueError(
-            f"full_state_dict: the module contains sharded models on different ranks: {ranks}. Call it for each of "
+            f"full_state_dict: the module contains sharded models on different ranks: {listed}. Call it for each of "
             "these models"
         )
     by_parameter = {id(m.sharded): m for each in lz_states.values() for m in each.members.values()}
-    refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), lz_state.ranks.size)
-    keeps = not rank0_only or lz_state.ranks.is_first
+    refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), model_ranks.size)
+    keeps = not rank0_only or model_ranks.is_first
     values = model.state_dict(keep_vars=True)
     if trainable_only:
-        values = {
-            name: value for name, value in values.items() if isinstance(value, nn.Parameter) and value.requires_grad
-        }
-        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=lz_state.ranks.ranks)
+        values = {name: v for name, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad}
+        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=model_ranks.ranks)
     dtypes = original_dtypes(buffer for each in lz_states.values() for buffer in each.cast_buffers)
-    full_tensors: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}  # by id of the sharded parameter, which may have several names
     state: dict[str, Tensor] = {}
     for name, value in values.items():
         member = by_parameter.get(id(value))
-        if member is not None and id(value) not in full_tensors:
-            gathered = member.spec.gather_full(member.master.detach())
-            full_tensors[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
-            del gathered  # frees its memory before the next parameter is gathered
-        if isinstance(value, DTensor) and member is None:  # of another framework; all of its ranks call this function
-            value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
-        if keeps and member is not None:
-            state[name] = full_tensors[id(value)]
-        elif keeps and isinstance(value, Tensor):
-            copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
-            state[name] = copy.cpu() if cpu else copy
-        elif keeps:
-            state[name] = value
+        if member is None:
+            full = _copy_unmanaged(value, dtypes.get(id(value)), cpu=cpu, keeps=keeps)
+        elif id(value) in full_tensors:
+            full = full_tensors[id(value)]
+        else:
+            full = full_tensors[id(value)] = _gather_full(member, cpu=cpu, keeps=keeps)
+        if keeps:
+            state[name] = full
     return state
+
+
+def _gather_full(member: ManagedParam, *, cpu: bool, keeps: bool) -> Tensor:
+    """Return a full parameter. If `keeps` is False, this rank only sends its part, and the result is empty."""
+    gathered = member.spec.gather_full(member.master.detach())
+    if not keeps:
+        return gathered.new_empty(0)
+    return gathered.cpu() if cpu else gathered
+
+
+@torch.no_grad()
+def _copy_unmanaged(value: Any, dtype: torch.dtype | None, *, cpu: bool, keeps: bool) -> Any:
+    """Return a full copy of a value in a state dict that is not a sharded parameter.
+
+    Args:
+        dtype: original dtype of a buffer that `buffer_dtype` has cast, otherwise None.
+        keeps: if False, the result is not used, and only values that need other ranks are copied.
+    """
+    if isinstance(value, DTensor):  # of another framework; all of its ranks call this function
+        value = value.full_tensor()
+    if not keeps or not isinstance(value, Tensor):
+        return value
+    copy = value.detach().to(value.dtype if dtype is None else dtype, copy=True)
+    return copy.cpu() if cpu else copy
 
 
 class IncompatibleKeys(NamedTuple):
@@ -429,46 +461,69 @@ def load_full_state_dict(
     lz_state = get_state(model)
     model_ranks = lz_state.ranks
     refuse_rank_local("load_full_state_dict", (member.spec for member in lz_state.members.values()), model_ranks.size)
-    first = model_ranks.is_first
-    state = dict(state_dict or {}) if first else {}
+    state = dict(state_dict or {}) if model_ranks.is_first else {}
     targets = model.state_dict(keep_vars=True)
     names_of: dict[int | str, list[str]] = {}  # by target; a tied parameter has several names
     for name, target in targets.items():
         names_of.setdefault(id(target) if isinstance(target, Tensor) else name, []).append(name)
-    missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
+    left_out = _agree_on_names(model_ranks, targets, names_of.values(), state, strict=strict)
+
+    members = {id(member.sharded): member for member in lz_state.members.values()}
+    lz_state.refreshes.before_master_write()
+    for names in names_of.values():
+        target = targets[names[0]]
+        if isinstance(target, Tensor) and names[0] not in left_out.missing_keys:
+            source = next((state[name] for name in reversed(names) if name in state), None)
+            _load_from_first(model_ranks, target, members.get(id(target)), source)
+    lz_state.refreshes.launch()
+    return left_out
+
+
+def _agree_on_names(
+    model_ranks: ModelRanks,
+    targets: Mapping[str, object],
+    tied: Iterable[Sequence[str]],
+    state: Mapping[str, Tensor],
+    *,
+    strict: bool,
+) -> IncompatibleKeys:
+    """Return the names that the first rank's `state` and the model do not share, on all ranks.
+
+    Args:
+        targets: entries of the model's state dict.
+        tied: names of each of `targets`; one of them is sufficient.
+
+    Raises:
+        ValueError: see :func:`load_full_state_dict`. The other ranks raise RuntimeError.
+    """
+    missing = [name for names in tied if not state.keys() & set(names) for name in names]
     left_out = IncompatibleKeys(missing, [name for name in state if name not in targets])
-    failure = None
+    failure, first = None, model_ranks.is_first
     if first and (problems := [*(_key_problems(left_out) if strict else ()), *_shape_problems(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
     require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
     if strict:
-        left_out = IncompatibleKeys([], [])
-    else:  # only the first rank has the state dict
-        names_of_first = model_ranks.all_gather_text(json.dumps(left_out) if first else "")[0]
-        left_out = IncompatibleKeys(*json.loads(names_of_first))
-    skipped = set(left_out.missing_keys)
+        return IncompatibleKeys([], [])
+    names_of_first = model_ranks.all_gather_text(json.dumps(left_out) if first else "")[0]
+    return IncompatibleKeys(*json.loads(names_of_first))
 
-    members = {id(member.sharded): member for member in lz_state.members.values()}
-    lz_state.refreshes.before_master_write()
-    with torch.no_grad():
-        for names in names_of.values():
-            target = targets[names[0]]
-            if not isinstance(target, Tensor) or names[0] in skipped:
-                continue
-            member = members.get(id(target))
-            dtype = target.dtype if member is None else member.master.dtype
-            full = torch.empty(target.shape, dtype=dtype, device=model_ranks.mesh_info.device)
-            if first:
-                full.copy_(next(state[name] for name in reversed(names) if name in state))
-            model_ranks.broadcast(full)
-            if member is None and isinstance(target, DTensor):  # a DTensor of another framework
-                target.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None))
-            elif member is None:
-                target.copy_(full)
-            else:
-                _write_rows(member, full)
-    lz_state.refreshes.launch()
-    return left_out
+
+@torch.no_grad()
+def _load_from_first(
+    model_ranks: ModelRanks, target: Tensor, member: ManagedParam | None, source: Tensor | None
+) -> None:
+    """Copy the first rank's `source` to a sharded parameter, if `member` is given, or to another tensor."""
+    dtype = target.dtype if member is None else member.master.dtype
+    full = torch.empty(target.shape, dtype=dtype, device=model_ranks.mesh_info.device)
+    if source is not None:
+        full.copy_(source)
+    model_ranks.broadcast(full)
+    if member is not None:
+        _write_rows(member, full)
+    elif isinstance(target, DTensor):  # a DTensor of another framework
+        target.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None))
+    else:
+        target.copy_(full)
 
 
 def _key_problems(left_out: IncompatibleKeys) -> list[str]:
@@ -513,7 +568,7 @@ def _agree_on_edits(
                 groups[group] |= fields
     except ValueError as error:
         failure = error
-    require_equal(_format_call(options), {}, ranks=lz_state.ranks.ranks, failure=failure, groups=groups)
+    require_equal(options.call, {}, ranks=lz_state.ranks.ranks, failure=failure, groups=groups)
     return edited
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from layerzero.device.buffer_pools import BufferPool
+from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, predicted_traffic
@@ -212,23 +213,14 @@ def _predicted_bytes(lz_state: LayerZeroState, calls: Mapping[str, int]) -> dict
 
 
 def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
+    """Return the number of bytes in the storages of a model that currently exist, by kind."""
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
-    buffers = lz_state.pools
     for handle in lz_state.handles:
-        weights = handle.weights
-        kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
-        measured[kind] += weights.zero3_shard.nbytes
-        prefix = "host_" if weights.to_host is not None else ""
-        measured["refresh_state"] += 0 if weights.last_change is None else weights.last_change.nbytes
-        measured[f"{prefix}zero1_shard"] += 0 if weights.shares_master else _storage_bytes(weights.master)
-        measured["full_buffer"] += handle.gathered_bytes
-        if handle.gradients is not None:
-            final = handle.gradients.final.storage
-            measured[f"{prefix}gradient_shard"] += final.host_bytes if prefix else final.nbytes
-            measured["residual"] += 0 if handle.gradients.residual is None else handle.gradients.residual.nbytes
-    measured["cached_buffer"] = buffers.full.cached_bytes
-    measured["accumulator"] = buffers.accumulators.device_bytes
-    measured["host_accumulator"] = buffers.accumulators.host_bytes
+        _add_handle(measured, handle)
+    pools = lz_state.pools
+    measured["cached_buffer"] = pools.full.cached_bytes
+    measured["accumulator"] = pools.accumulators.device_bytes
+    measured["host_accumulator"] = pools.accumulators.host_bytes
     measured["reduce_buffer"] = sum(pool.most_bytes for pool in _pools(lz_state))
     tensors = [
         value
@@ -236,13 +228,24 @@ def measure_memory(lz_state: LayerZeroState) -> dict[str, int]:
         for value in tree_leaves(list(optimizer.inner.state.values()))  # type: ignore[attr-defined]
         if isinstance(value, Tensor)
     ]
-    measured["host_optimizer" if lz_state.config.offload.optimizer else "optimizer"] = sum(
-        _storage_bytes(tensor) for tensor in tensors
-    )
+    measured["host_optimizer" if lz_state.config.offload.optimizer else "optimizer"] = sum(map(_storage_bytes, tensors))
     for observer in lz_state.attached:
-        for kind, kept in observer.kept_bytes().items():
-            measured[kind] += kept
+        measured.update(observer.kept_bytes())
     return dict(measured)
+
+
+def _add_handle(measured: Counter[str], handle: Handle) -> None:
+    """Add the bytes of the weights and the gradients of a handle."""
+    weights, gradients = handle.weights, handle.gradients
+    host = "host_" if weights.to_host is not None else ""
+    measured["host_zero3_shard" if weights.host_shard is not None else "zero3_shard"] += weights.zero3_shard.nbytes
+    measured["refresh_state"] += 0 if weights.last_change is None else weights.last_change.nbytes
+    measured[f"{host}zero1_shard"] += 0 if weights.shares_master else _storage_bytes(weights.master)
+    measured["full_buffer"] += handle.gathered_bytes
+    if gradients is not None:
+        final = gradients.final.storage
+        measured[f"{host}gradient_shard"] += final.host_bytes if host else final.nbytes
+        measured["residual"] += 0 if gradients.residual is None else gradients.residual.nbytes
 
 
 def _pools(lz_state: LayerZeroState) -> list[BufferPool]:
@@ -251,5 +254,5 @@ def _pools(lz_state: LayerZeroState) -> list[BufferPool]:
     return list(dict.fromkeys((lz_state.pools.scratch, *send_pools)))
 
 
-def _storage_bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+def _storage_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

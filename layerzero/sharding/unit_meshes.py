@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -246,44 +246,55 @@ def connect_meshes(
     return model_ranks, sites
 
 
+class _MeshChoice(NamedTuple):
+    """Mesh that a rank passes for some units, and the model-parallel mesh of their parameters, if there is one."""
+
+    ranks: list[int]
+    beside: list[int] | None  # ranks of the model-parallel mesh
+    coordinate: Sequence[int] | None  # coordinate of the rank on the model-parallel mesh
+
+
 def _require_consistent_meshes(
     model_ranks: ModelRanks, mesh: DeviceMesh, model_parallel_mesh: DeviceMesh | None
 ) -> None:
     """Raise ValueError on all ranks if the ranks disagree on the mesh of a unit or on its model-parallel mesh."""
-    own_entry: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
+    own = _MeshChoice(ranks_in(mesh), None, None)
     if model_parallel_mesh is not None:
-        own_entry |= {"beside": ranks_in(model_parallel_mesh), "place": model_parallel_mesh.get_coordinate()}
-    entries = {
-        rank: json.loads(text)
-        for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(own_entry)), strict=True)
-    }
-    for rank, entry in entries.items():
-        ranks, beside = entry["ranks"], entry["beside"]
-        if rank not in ranks or any(
-            entries.get(peer, {}).get(key) != entry[key] for peer in ranks for key in ("ranks", "place")
-        ):
-            raise ValueError(
-                f"mesh is {ranks} for some units on rank {rank}. All ranks of a mesh must be among "
-                f"{list(model_ranks.ranks)}, and must pass the same mesh and have the same part of the parameters for "
-                "these units. Make mesh(name, module) return equal meshes on these ranks"
-            )
-        if beside is not None and not entries.keys() >= {*beside}:
-            raise ValueError(
-                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, but the root, which has "
-                f"parameters on {list(model_ranks.ranks)}, has no DTensor on these axes. Make one of the root's "
-                "parameters a DTensor on the same axes (distribute_tensor with Replicate)"
-            )
-        if (
-            beside is not None
-            and len({r for b in beside for r in entries.get(b, own_entry)["ranks"]}) != model_ranks.size
-        ):
-            raise ValueError(
-                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes together do "
-                f"not cover the ranks {list(model_ranks.ranks)}. Use meshes that cover all of these ranks"
-            )
-        if beside is None and model_ranks.model_parallel and len(ranks) != model_ranks.size:
-            raise ValueError(
-                f"units on the mesh {ranks} have plain parameters, but other units are tensor parallel, so layerzero "
-                "cannot determine which ranks have copies of the plain parameters. Make them DTensors on the axes of "
-                "that mesh"
-            )
+        own = _MeshChoice(own.ranks, ranks_in(model_parallel_mesh), model_parallel_mesh.get_coordinate())
+    texts = model_ranks.all_gather_text(json.dumps(own))
+    choices = {rank: _MeshChoice(*json.loads(text)) for rank, text in zip(model_ranks.ranks, texts, strict=True)}
+    for rank in choices:
+        if problem := _mesh_problem(rank, choices, model_ranks):
+            raise ValueError(problem)
+
+
+def _mesh_problem(rank: int, choices: Mapping[int, _MeshChoice], model_ranks: ModelRanks) -> str | None:
+    """Return why the mesh that a rank chose is inconsistent with the choices of the other ranks, or None."""
+    ranks, beside, coordinate = choices[rank]
+    peers = [choices.get(peer) for peer in ranks]
+    if rank not in ranks or any(peer is None or (peer.ranks, peer.coordinate) != (ranks, coordinate) for peer in peers):
+        return (
+            f"mesh is {ranks} for some units on rank {rank}. All ranks of a mesh must be among "
+            f"{list(model_ranks.ranks)}, and must pass the same mesh and have the same part of the parameters for "
+            "these units. Make mesh(name, module) return equal meshes on these ranks"
+        )
+    if beside is None:
+        if not model_ranks.model_parallel or len(ranks) == model_ranks.size:
+            return None
+        return (
+            f"units on the mesh {ranks} have plain parameters, but other units are tensor parallel, so layerzero "
+            "cannot determine which ranks have copies of the plain parameters. Make them DTensors on the axes of "
+            "that mesh"
+        )
+    if not choices.keys() >= {*beside}:
+        return (
+            f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, but the root, which has "
+            f"parameters on {list(model_ranks.ranks)}, has no DTensor on these axes. Make one of the root's "
+            "parameters a DTensor on the same axes (distribute_tensor with Replicate)"
+        )
+    if len({each for peer in beside for each in choices[peer].ranks}) != model_ranks.size:
+        return (
+            f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes together do "
+            f"not cover the ranks {list(model_ranks.ranks)}. Use meshes that cover all of these ranks"
+        )
+    return None

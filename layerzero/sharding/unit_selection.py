@@ -113,9 +113,9 @@ def partition(
         TypeError, ValueError: an argument is invalid, or a parameter is not supported.
     """
     _refuse_sharded_twice(model)
-    plans = {"": UnitDefinition("", mesh_of("", model), [model])}
-    root_ranks = ranks_in(plans[""].mesh)
-    ignored = _ignored_param_ids(model, root_ranks, ignored_params or (), ignored_modules or ())
+    root = UnitDefinition("", mesh_of("", model), [model])
+    ignored = _ignored_param_ids(model, ranks_in(root.mesh), ignored_params or (), ignored_modules or ())
+    plans = {"": root}
     for unit_name, module in _chosen_units(model, units, ignored):
         if unit_name:
             if unit_name not in plans:
@@ -123,19 +123,18 @@ def partition(
             plans[unit_name].called.append(module)
     ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
     refuse_wrapped_parts(model, ignored)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
-
-    def enclosing_units(name: str) -> list[UnitDefinition]:
-        """Return the units that contain the module with this name. The innermost unit is first."""
-        return [plan for ancestor in _ancestors(name) if (plan := plan_of.get(id(modules[ancestor]))) is not None]
-
+    plan_of = {module: plan for plan in plans.values() for module in plan.called}
+    around: dict[str, list[UnitDefinition]] = {}  # by path of a module: the units that contain it, innermost first
+    for name, module in model.named_modules(remove_duplicate=False):
+        outer = around[name.rpartition(".")[0]] if name else []
+        around[name] = [plan_of[module], *outer] if module in plan_of else outer
     for name, module in model.named_modules():
-        enclosing_units(name)[0].modules[module] = name
+        around[name][0].modules[module] = name
     if len(ranks) > 1:
-        _find_enclosing(plans[""], [enclosing_units(name) for name, module in modules.items() if id(module) in plan_of])
+        chains = [around[path] for path, module in model.named_modules(remove_duplicate=False) if module in plan_of]
+        _find_enclosing(root, chains)
     for holders, info in _unique_parameters(model, ignored):
-        first_chain, *other_chains = [enclosing_units(holder) for holder in holders]
+        first_chain, *other_chains = [around[holder] for holder in holders]
         owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
         _refuse_unsupported(info, ranks[owner.mesh])
         owner.parameters.append(info)
@@ -167,12 +166,7 @@ def _ignored_param_ids(
     owned = {id(parameter) for parameter in model.parameters()}
     unsupported: set[int] = set()  # may be all parameters of a model
     if isinstance(ignored_params, str):
-        if ignored_params != UNSUPPORTED:
-            raise TypeError(
-                f"ignored_params={ignored_params!r} is not supported. Pass parameters of the model, or {UNSUPPORTED!r}"
-            )
-        frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
-        unsupported, ignored_params = {id(p) for p in frozen if _reason_unsupported(p, ranks) is not None}, ()
+        unsupported, ignored_params = _unsupported_param_ids(model, ignored_params, ranks), ()
     ignored = set()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
@@ -196,6 +190,16 @@ def _ignored_param_ids(
             "so no parameter would be sharded. Pass only the parameters to ignore, or leave shard_model out"
         )
     return ignored | unsupported
+
+
+def _unsupported_param_ids(model: nn.Module, ignored_params: str, ranks: Sequence[int]) -> set[int]:
+    """Return the ids of the frozen parameters that cannot be sharded, for ``ignored_params="unsupported"``."""
+    if ignored_params != UNSUPPORTED:
+        raise TypeError(
+            f"ignored_params={ignored_params!r} is not supported. Pass parameters of the model, or {UNSUPPORTED!r}"
+        )
+    frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
+    return {id(p) for p in frozen if _reason_unsupported(p, ranks) is not None}
 
 
 def _unique_parameters(model: nn.Module, ignored: Collection[int]) -> list[tuple[list[str], ParamInfo]]:
@@ -342,19 +346,7 @@ def _units_by_entries(model: nn.Module, units: Any) -> _Chosen:
         if isinstance(entry, (str, type)):
             single_units |= {module: names[module] for module in select(entry)}
             continue
-        members = [entry] if isinstance(entry, nn.Module) or not isinstance(entry, Iterable) else [*entry]
-        group = {module for member in members for module in select(member)}
-        if not group:
-            raise ValueError(
-                "units contains an empty list, but each list is one unit. Add its modules, or remove the list"
-            )
-        if group == {model} and len(members) == 1:
-            continue
-        if model in group:
-            raise ValueError(
-                f"units contains a list that includes the model itself ({type(model).__name__}). The model is always a "
-                "unit of its own, so remove it from the list. Parameters outside all other units belong to this unit"
-            )
+        group = _modules_in_list(model, entry, select)
         unit = "+".join(name for module, name in names.items() if module in group)
         for module in group:
             if unit_of.setdefault(module, unit) != unit:
@@ -364,6 +356,20 @@ def _units_by_entries(model: nn.Module, units: Any) -> _Chosen:
                 )
     unit_of = single_units | unit_of
     return [(unit_of[module], module) for module in names if module in unit_of]
+
+
+def _modules_in_list(model: nn.Module, entry: Any, select: Callable[[object], list[nn.Module]]) -> set[nn.Module]:
+    """Return the modules of one unit, for a module or a list in `units`, or none for the model itself."""
+    members = [entry] if isinstance(entry, nn.Module) or not isinstance(entry, Iterable) else [*entry]
+    group = {module for member in members for module in select(member)}
+    if not group:
+        raise ValueError("units contains an empty list, but each list is one unit. Add its modules, or remove the list")
+    if model in group and len(members) > 1:
+        raise ValueError(
+            f"units contains a list that includes the model itself ({type(model).__name__}). The model is always a "
+            "unit of its own, so remove it from the list. Parameters outside all other units belong to this unit"
+        )
+    return group - {model}
 
 
 def _selector(model: nn.Module, setting: str) -> Callable[[object], list[nn.Module]]:
