@@ -376,14 +376,7 @@ def full_state_dict(
             sharded models on different ranks.
     """
     lz_states = get_states(model)
-    ranks = {path: each.ranks for path, each in lz_states.items()}
-    model_ranks = next(iter(ranks.values()))
-    if any(each.ranks != model_ranks.ranks for each in ranks.values()):
-        listed = ", ".join(f"{path!r} on ranks {list(each.ranks)}" for path, each in ranks.items())
-        raise ValueError(
-            f"full_state_dict: the module contains sharded models on different ranks: {listed}. Call it for each of "
-            "these models"
-        )
+    model_ranks = _common_ranks(lz_states)
     by_parameter = {id(m.sharded): m for each in lz_states.values() for m in each.members.values()}
     refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), model_ranks.size)
     keeps = not rank0_only or model_ranks.is_first
@@ -405,6 +398,18 @@ def full_state_dict(
         if keeps:
             state[name] = full
     return state
+
+
+def _common_ranks(lz_states: Mapping[str, LayerZeroState]) -> ModelRanks:
+    """Return the ranks of several models, by path. Raise ValueError if the models are on different ranks."""
+    first, *others = (lz_state.ranks for lz_state in lz_states.values())
+    if any(each.ranks != first.ranks for each in others):
+        ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in lz_states.items())
+        raise ValueError(
+            f"full_state_dict: the module contains sharded models on different ranks: {ranks}. Call it for each of "
+            "these models"
+        )
+    return first
 
 
 def _gather_full(member: ManagedParam, *, cpu: bool, keeps: bool) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,18 +67,6 @@ class BuiltUnit(NamedTuple):
     was_on_meta: bool
 
 
-class _HandleContents(NamedTuple):
-    """Parameters of one handle. The other fields of :class:`HandleSpec` follow from the settings of the unit."""
-
-    kind: str
-    trainable: bool
-    precision: Precision
-    layout: FlatLayout
-    strided: tuple[int, ...] = ()
-    coded: int = 0
-    extension: GatheredBytes | None = None
-
-
 def plan_handles(
     plan: UnitDefinition,
     chosen: UnitSettings,
@@ -100,13 +88,8 @@ def plan_handles(
             unit is sharded over another mesh.
         has_model_parallel_spec: function that returns whether a parameter has a model-parallel spec.
     """
-    reduced_with = plan.name
-    if plan.enclosing and where.grid.replicas > 1:
-        trained = (u.name for u in plan.enclosing if any(info.parameter.requires_grad for info in u.parameters))
-        reduced_with = next(trained, "")
-    specs = []
-    for each in _contents_of_handles(plan, chosen, config, where, has_model_parallel_spec):
-        precision = each.precision
+
+    def handle_spec(kind: str, trainable: bool, precision: Precision, layout: FlatLayout, **more: Any) -> HandleSpec:
         reduction = ReductionSpec.plan(
             where.grid,
             precision,
@@ -117,35 +100,26 @@ def plan_handles(
             hop2_codec=config.codecs.hop2,
         )
         encodes = config.codecs.refresh is not None and precision.casts_to_16_bits and where.grid.replicas > 1
-        specs.append(
-            HandleSpec(
-                reduced_with,
-                reduction_spec=reduction,
-                in_host=config.offload.optimizer and (each.trainable or precision.master != precision.compute),
-                encodes_refresh=each.trainable and encodes,
-                **each._asdict(),
-            )
+        return HandleSpec(
+            plan.reduced_with(where.grid.replicas),
+            kind,
+            trainable,
+            precision,
+            layout,
+            reduction,
+            in_host=config.offload.optimizer and (trainable or precision.master != precision.compute),
+            encodes_refresh=trainable and encodes,
+            **more,
         )
-    return specs
 
-
-def _contents_of_handles(
-    plan: UnitDefinition,
-    chosen: UnitSettings,
-    config: LayerZeroConfig,
-    where: RankTraits,
-    has_model_parallel_spec: Callable[[nn.Parameter], bool],
-) -> Iterator[_HandleContents]:
-    """Yield the contents of a unit's handles; see :func:`plan_handles`."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[ParamInfo]] = {}
-    extended = []
     for info in plan.parameters:
-        if has_extension(info.parameter):
-            extended.append(_contents_with_extension(info, chosen, where))
-        else:
+        if not has_extension(info.parameter):
             key = info.parameter.dtype, info.parameter.requires_grad, has_model_parallel_spec(info.parameter)
             kinds.setdefault(key, []).append(info)
+    specs = []
     for (dtype, trainable, _), members in kinds.items():
+        kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = chosen.policy.precision_of(dtype, trainable=trainable)
         parts = {info.name: local_part(info.parameter) for info in members}
         layouts = plan_layouts(
@@ -158,31 +132,27 @@ def _contents_of_handles(
         }
         for layout in layouts:
             sizes = encoded_sizes(config.codecs.gather, layout, where.grid.zero3_size, precision.compute)
-            yield _HandleContents(
-                f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}",
-                trainable,
-                precision,
-                layout,
-                strided=tuple(strided[slot.name] for slot in layout.slots if slot.name in strided),
-                coded=encoded_bytes(sizes),
-            )
-    yield from extended
+            own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
+            coded = encoded_bytes(sizes)
+            specs.append(handle_spec(kind, trainable, precision, layout, strided=own_strides, coded=coded))
+    for info in (each for each in plan.parameters if has_extension(each.parameter)):
+        kind, trainable = f"{type(info.parameter).__name__} {info.name!r}", info.parameter.requires_grad
+        precision, layout, extension = _plan_extension(info, chosen, where)
+        specs.append(handle_spec(kind, trainable, precision, layout, extension=extension))
+    return specs
 
 
-def _contents_with_extension(info: ParamInfo, chosen: UnitSettings, where: RankTraits) -> _HandleContents:
-    """Return a handle for one parameter, with shards of full rows. See [Note: All-gather extensions]."""
+def _plan_extension(
+    info: ParamInfo, chosen: UnitSettings, where: RankTraits
+) -> tuple[Precision, FlatLayout, GatheredBytes]:
+    """Plan a handle for one parameter, with shards of full rows. See [Note: All-gather extensions]."""
     parameter, ranks = info.parameter, where.grid.data_parallel
     slot = Slot(info.name, tuple(parameter.shape), 0)
     layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
     in_compute = chosen.policy.precision_of(parameter.dtype, trainable=parameter.requires_grad)
-    return _HandleContents(
-        f"{type(parameter).__name__} {info.name!r}",
-        parameter.requires_grad,
-        replace(in_compute, compute=parameter.dtype),
-        layout,
-        # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
-        extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
-    )
+    # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
+    gathered = GatheredBytes((layout.numel * in_compute.compute.itemsize,), ())
+    return replace(in_compute, compute=parameter.dtype), layout, gathered
 
 
 def plan_unit(definition: UnitDefinition, settings: UnitSettings, shared: SharedResources) -> PlannedUnit:

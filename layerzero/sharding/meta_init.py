@@ -10,7 +10,7 @@ this check finds. Therefore the first forward checks these tensors again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,20 +81,24 @@ def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | Non
             "initializes a module on the meta device, such as model._init_weights"
         )
     sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
-    for module, module_name in ((module, name) for plan in plans for module, name in plan.modules.items()):
-        if not has_meta(module):
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
-                raise ValueError(
-                    f"parameter {qualified_name(module_name, name)!r} is ignored and on the meta device. layerzero "
-                    "does not allocate or initialize ignored parameters. Build it on a real device, or do not ignore it"
-                )
-        if param_init_fn is None and not hasattr(module, "reset_parameters"):
-            where = f"module {module_name!r}" if module_name else "the model"
+    for plan in plans:
+        for module, module_name in plan.modules.items():
+            if has_meta(module):
+                _refuse_ignored_on_meta(module, module_name, sharded)
+                if param_init_fn is None and not hasattr(module, "reset_parameters"):
+                    where = f"module {module_name!r}" if module_name else "the model"
+                    raise ValueError(
+                        f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
+                        "reset_parameters(). Pass param_init_fn, a function that initializes one module"
+                    )
+
+
+def _refuse_ignored_on_meta(module: nn.Module, module_name: str, sharded: Collection[int]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
             raise ValueError(
-                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no "
-                "reset_parameters(). Pass param_init_fn, a function that initializes one module"
+                f"parameter {qualified_name(module_name, name)!r} is ignored and on the meta device. layerzero does "
+                "not allocate or initialize ignored parameters. Build it on a real device, or do not ignore it"
             )
 
 

@@ -173,45 +173,37 @@ def shard_model(
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
         )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        plans = partition(
-            model,
-            units,
-            mesh_of=unit_mesh_selector(mesh, root),
-            ignored_params=ignored_params,
-            ignored_modules=ignored_modules,
-        )
+        plans = _define_units(model, config, unit_mesh_selector(mesh, root), ignored_params)
         model_parallel_meshes = find_model_parallel_meshes(plans)
         check_meta_init(plans, param_init_fn)
         settings = settings_of_units(plans, config)
         check_codecs(settings, config.codecs, root)
-        check_offload(plans, config)
-        if sync_module_states:
-            require_broadcastable_buffers(plans)
         fields = settings_to_compare(model, settings, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
-    _agree(model, root, fields, settings, failure)
+    failure = model_parallel_failure(model, root, fields, failure)
+    drop_idle_groups()
+    ranks = ranks_in(root)
+    created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+    fields |= parts_to_compare([*settings])
+    require_equal("shard_model", fields, ranks=ranks, groups=created_groups, failure=failure)
     _build(model, settings, model_parallel_meshes, config, param_init_fn)
     return model
 
 
-def _agree(
-    model: nn.Module,
-    root: DeviceMesh,
-    fields: dict[str, object],
-    settings: ChosenSettings,
-    failure: Exception | None,
-) -> None:
-    """Raise an error on all ranks if they disagree on `fields` or on the parts of DTensors, or if any rank failed."""
-    ranks = ranks_in(root)
-    failure = model_parallel_failure(model, root, fields, failure)
-    drop_idle_groups()
-    created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
-    require_equal(
-        "shard_model", fields | parts_to_compare([*settings]), ranks=ranks, groups=created_groups, failure=failure
+def _define_units(
+    model: nn.Module, config: LayerZeroConfig, mesh_of: MeshOf, ignored_params: Iterable[nn.Parameter] | str | None
+) -> list[UnitDefinition]:
+    """Return the units of a model. Raise an error if the settings do not support its parameters or buffers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    plans = partition(
+        model, config.units, mesh_of=mesh_of, ignored_params=ignored_params, ignored_modules=config.ignored_modules
     )
+    check_offload(plans, config)
+    if config.sync_module_states:
+        require_broadcastable_buffers(plans)
+    return plans
 
 
 def _build(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -73,6 +73,15 @@ class UnitDefinition:
         """Name of the unit in messages."""
         return f"unit {self.name!r}" if self.name else "the root"
 
+    def reduced_with(self, replicas: int) -> str:
+        """Return the name of the unit with which the gradients are reduced: this unit, or an enclosing one."""
+        if not self.enclosing or replicas == 1:
+            return self.name
+        trained = (
+            unit.name for unit in self.enclosing if any(info.parameter.requires_grad for info in unit.parameters)
+        )
+        return next(trained, "")
+
     def buffers(self) -> list[BufferInfo]:
         """Return the buffers of `modules`."""
         return [
@@ -121,25 +130,49 @@ def partition(
             if unit_name not in plans:
                 plans[unit_name] = UnitDefinition(unit_name, mesh_of(unit_name, module), [])
             plans[unit_name].called.append(module)
-    ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
     refuse_wrapped_parts(model, ignored)
-    plan_of = {module: plan for plan in plans.values() for module in plan.called}
-    around: dict[str, list[UnitDefinition]] = {}  # by path of a module: the units that contain it, innermost first
-    for name, module in model.named_modules(remove_duplicate=False):
-        outer = around[name.rpartition(".")[0]] if name else []
-        around[name] = [plan_of[module], *outer] if module in plan_of else outer
+    around = _units_around(model, plans.values())
     for name, module in model.named_modules():
         around[name][0].modules[module] = name
-    if len(ranks) > 1:
-        chains = [around[path] for path, module in model.named_modules(remove_duplicate=False) if module in plan_of]
-        _find_enclosing(root, chains)
+    _assign_parameters(model, around, ignored)
+    _refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
+    return list(plans.values())
+
+
+def _units_around(model: nn.Module, plans: Collection[UnitDefinition]) -> dict[str, list[UnitDefinition]]:
+    """Return the units that contain each module, innermost first, by path of the module. Set `enclosing` of all units.
+
+    A module that is used in several places has several paths.
+    """
+    plan_of = {module: plan for plan in plans for module in plan.called}
+    around: dict[str, list[UnitDefinition]] = {}
+    chains = []  # for each path to a module of a unit
+    for path, module in model.named_modules(remove_duplicate=False):
+        around[path] = around[path.rpartition(".")[0]] if path else []
+        if module in plan_of:
+            around[path] = [plan_of[module], *around[path]]
+            chains.append(around[path])
+    if len({plan.mesh for plan in plans}) > 1:
+        _find_enclosing(plan_of[model], chains)
+    return around
+
+
+def _assign_parameters(
+    model: nn.Module, around: Mapping[str, Sequence[UnitDefinition]], ignored: Collection[int]
+) -> None:
+    """Add each parameter to the innermost unit that contains all modules that refer to it.
+
+    Args:
+        around: result of :func:`_units_around`.
+    """
+    ranks: dict[UnitDefinition, list[int]] = {}
     for holders, info in _unique_parameters(model, ignored):
         first_chain, *other_chains = [around[holder] for holder in holders]
         owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
-        _refuse_unsupported(info, ranks[owner.mesh])
+        if owner not in ranks:
+            ranks[owner] = ranks_in(owner.mesh)
+        _refuse_unsupported(info, ranks[owner])
         owner.parameters.append(info)
-    _refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
-    return list(plans.values())
 
 
 def _find_enclosing(root: UnitDefinition, chains: Sequence[list[UnitDefinition]]) -> None:
