@@ -31,8 +31,8 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -121,6 +121,10 @@ class ReductionStreams:
     def record_gradients_event(self) -> Waitable:
         """Record and return an event that completes after the program's work so far, which includes its gradients."""
         return _COMPLETED
+
+    def joined_with_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which work on the current stream may read and free gradients of the program's work."""
+        return nullcontext()
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Drop the oldest events in `marks` until at most `most` remain.
@@ -398,6 +402,18 @@ class DeviceStreams(ReductionStreams):
         current = self._module.current_stream()
         streams = (current,) if current == self._first_stream else (current, self._first_stream)
         return _DeviceEvents(self._module, streams)
+
+    @contextmanager
+    def joined_with_gradients(self) -> Iterator[None]:
+        current = self._module.current_stream()
+        if current == self._first_stream:
+            yield
+            return
+        current.wait_stream(self._first_stream)
+        try:
+            yield
+        finally:
+            self._first_stream.wait_stream(current)  # the memory of a gradient may be reused on either stream
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:
         for stream in (self.zero3, self.replica):

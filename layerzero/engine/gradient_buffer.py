@@ -8,8 +8,9 @@ slots with zeros. Therefore the memory need not be cleared in advance. Only this
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import PendingReduction
@@ -97,6 +98,21 @@ class GradientBuffer:
         target = (self._opened or self._open_storage())[1][slot]
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
+
+    def add_all(self, gradients: Mapping[int, Tensor], scale: float = 1.0) -> None:
+        """Add `scale` times each tensor in `gradients`, by slot. The tensors are like those of :meth:`add`."""
+        _, parts = self._opened or self._open_storage()
+        copied: dict[int, Tensor] = {}
+        for slot, gradient in gradients.items():
+            # A subclass of Tensor may support copy_, but not the copy of several tensors.
+            if scale == 1.0 and self._states[slot] != SlotState.WRITTEN and gradient.__class__ is Tensor:
+                copied[slot] = gradient
+            else:
+                self.add(slot, gradient, scale)
+        if copied:
+            torch._foreach_copy_([parts[slot] for slot in copied], list(copied.values()))
+            for slot in copied:
+                self._states[slot] = SlotState.WRITTEN
 
     def add_reduction(self, pending: PendingReduction, *, scale: float) -> None:
         """Add `scale` times the result of a finished reduce-scatter to all slots."""

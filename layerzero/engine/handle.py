@@ -401,10 +401,17 @@ class Handle:
         return next((ValueError(FROZEN_DTYPE_MESSAGE.format(name, self.precision.master)) for name in unfrozen), None)
 
     def apply_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from sharded to gathered parameters, and update which gradients are expected."""
+        """Copy ``requires_grad`` from sharded to gathered parameters."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:
             self._create_gradients()
-        if self.gradients is not None:
-            self.gradients.pending_slots.set_trainable([member.gathered.requires_grad for member in self.members])
+
+    def await_remaining_gradients(self) -> None:
+        """Record that a backward pass is past all calls of the unit, and expect only what autograd still computes."""
+        assert self.gradients is not None
+        self.gradients.await_only(
+            slot
+            for slot, member in enumerate(self.members)
+            if slot not in self.gradients.arrived and member.gathered.requires_grad and member.will_receive_grad()
+        )

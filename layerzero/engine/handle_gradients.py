@@ -47,7 +47,7 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
+__all__ = ["HandleGradients", "HandleReduction", "Inspect"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
@@ -56,7 +56,7 @@ class HandleGradients:
     """Gradient buffers of one trainable handle, and a record of which parameters have contributions.
 
     A backward pass calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
-    :meth:`create_reduction` returns the reduction that the pass requires.
+    :meth:`create_reduction` adds them to the incoming buffer and returns the reduction that the pass requires.
 
     Args:
         spec: stages of the reduction.
@@ -70,6 +70,8 @@ class HandleGradients:
             reduction_spec.py.
         final: buffer of the final gradient.
         reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
+        arrived: gradients of the current backward pass that are not in a buffer yet, by slot. None: a kernel has added
+            the gradient to the incoming buffer.
         spec: stages of the reduction. A new spec may differ from it only in its scales, and needs no accumulated
             gradients.
         pass_reduces: True if the current backward pass reduces gradients over all ranks.
@@ -102,7 +104,8 @@ class HandleGradients:
             self.buffers[extent] = GradientBuffer(layout, mesh.mesh_info.grid, extent, self._storage(extent, dtype))
         self.accumulator = self._separate or self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
-        self.pending_slots = PendingSlots(len(layout.slots))
+        self.arrived: dict[int, Tensor | None] = {}
+        self._awaited: set[int] | None = None  # slots whose gradients are expected after the last call of the unit
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
@@ -262,15 +265,41 @@ class HandleGradients:
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Add the full gradient of one parameter. It has the parameter's shape and any floating-point dtype."""
-        self.pending_slots.mark_ready(slot)
+        if self.arrived.get(slot) is not None:  # a reentrant checkpoint produces several parts
+            self._add_arrived()
+        self.arrived[slot] = gradient
         self.usage[slot] = GradUsage.CONTRIBUTED
-        self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def record_main_grad(self, slot: int) -> None:
         """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""
         self.incoming.mark_written(slot)
-        self.pending_slots.mark_ready(slot)
+        self.arrived.setdefault(slot)
         self.usage[slot] = GradUsage.CONTRIBUTED
+
+    def await_only(self, slots: Iterable[int]) -> None:
+        """Record that the backward pass is past all calls of the unit, and expects only the gradients at `slots`."""
+        self._awaited = set(slots) if self._awaited is None else self._awaited.intersection(slots)
+
+    @property
+    def all_arrived(self) -> bool:
+        """True if the backward pass is past all calls of the unit, and all expected gradients have arrived.
+
+        The reduction may then be launched; see [Note: Launch order of reductions] in reduction_queue.py.
+        """
+        return self._awaited is not None and self._awaited <= self.arrived.keys()
+
+    def end_pass(self) -> None:
+        """Forget what has arrived. The next gradient that arrives belongs to a new backward pass."""
+        self.arrived.clear()
+        self._awaited = None
+
+    def _add_arrived(self) -> None:
+        """Add the gradients that have arrived to the incoming buffer."""
+        gradients = {slot: gradient for slot, gradient in self.arrived.items() if gradient is not None}
+        if gradients:
+            self.wait_until_writable()
+            self.incoming.add_all(gradients, self.spec.incoming_scale)
+            self.arrived.update(dict.fromkeys(gradients))
 
     @property
     def offers_main_grad(self) -> bool:
@@ -286,7 +315,8 @@ class HandleGradients:
 
         The current backward pass must not add gradients after this call. The caller submits the reduction to streams.
         """
-        self.pending_slots.end()
+        self._add_arrived()
+        self.end_pass()
         if not stages:
             self.incoming.close_until_write()
             return None
@@ -298,7 +328,7 @@ class HandleGradients:
 
     def abort(self) -> None:
         """Discard the state of the current pass after a failed backward pass."""
-        self.pending_slots.end()
+        self.end_pass()
         self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
             self.incoming.discard()
@@ -359,57 +389,6 @@ class HandleGradients:
         """Make the final gradient readable by the user."""
         self.final.close_until_write()
         self.final.storage.wait_for_host()
-
-
-class PendingSlots:
-    """Slots of one handle whose gradients are expected or have arrived in one backward pass.
-
-    The reduction of the handle may be launched when `all_ready` is True; see [Note: Launch order of reductions] in
-    reduction_queue.py.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._trained = (1 << slots) - 1
-        self._missing = self._trained  # bit set of slots whose gradients are expected in this pass and have not arrived
-        self._arrived = 0
-        self._closed = False  # True if the backward pass is past all calls of the unit
-
-    @property
-    def all_ready(self) -> bool:
-        return self._closed and not self._missing
-
-    @property
-    def has_begun(self) -> bool:
-        return self._arrived != 0
-
-    def mark_ready(self, slot: int) -> None:
-        self._arrived |= 1 << slot
-        self._missing &= ~self._arrived
-
-    def close(self, is_coming: Callable[[int], bool]) -> None:
-        """Record that the backward pass is past all calls of the unit.
-
-        From then on, a gradient is expected only for slots for which `is_coming` returns True.
-        """
-        self._closed = True
-        if self._missing:
-            expected = _bit_mask(map(is_coming, range(self._trained.bit_length())))
-            self._missing &= expected
-
-    def end(self) -> None:
-        """Reset the state. The next gradient that arrives belongs to a new backward pass."""
-        self._arrived = 0
-        self._missing = self._trained
-        self._closed = False
-
-    def set_trainable(self, trained: Sequence[bool]) -> None:
-        """Set which slots are expected to receive gradients, and reset the state. `trained` has one bool per slot."""
-        self._trained = _bit_mask(trained)
-        self.end()
-
-
-def _bit_mask(members: Iterable[bool]) -> int:
-    return sum(1 << index for index, member in enumerate(members) if member)
 
 
 class HandleReduction:

@@ -50,6 +50,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from layerzero.device.streams import ReductionStreams, Waitable
+from layerzero.engine.gradient_storage import GradientStorage
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.reduction_spec import ReductionStage
 
@@ -85,6 +86,7 @@ class ReductionQueue:
         lasting = all(each.accumulator.storage.lasting for each in self.order)
         self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
         self._waiting = dict.fromkeys(self.order)  # handles that this pass has not started, in order
+        self._kept: set[GradientStorage] = set()  # accumulators that `streams` know, for as long as they exist
         self._unit_calls = 0  # calls of units in forward passes since the last backward pass
         self._expected_unit_calls = 0  # the same number before the last backward pass
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
@@ -100,7 +102,7 @@ class ReductionQueue:
         ready: list[HandleGradients] = []
         inner: list[HandleGradients] = []  # they start together with the next common handle
         for gradients in self._waiting:
-            if gradients.pending_slots.all_ready:
+            if gradients.all_arrived:
                 inner.append(gradients)
             elif gradients not in self._inner or gradients.mesh_info.replicas > 1:
                 break
@@ -116,7 +118,7 @@ class ReductionQueue:
         [Note: Reductions on several meshes].
         """
         for gradients in ended:
-            if gradients in self._waiting and gradients.pending_slots.all_ready:
+            if gradients in self._waiting and gradients.all_arrived:
                 self._start_next(gradients, across_replicas=across_replicas)
 
     def finish(self, *, across_replicas: bool) -> None:
@@ -130,17 +132,19 @@ class ReductionQueue:
             self.wait_for_in_flight()
         else:
             for gradients in self.order:
-                if gradients.reduction is not None:  # the model may be deleted before the reduction has run
-                    self.streams.keep_until_done(gradients.accumulator.storage.stored_tensor())
+                storage = gradients.accumulator.storage
+                if gradients.reduction is not None and storage not in self._kept:
+                    self._kept.add(storage)  # the model may be deleted before the reduction has run
+                    self.streams.keep_until_done(storage.stored_tensor())
         self._waiting = dict.fromkeys(self.order)
         if self._unit_calls:
             self._expected_unit_calls, self._unit_calls = self._unit_calls, 0
-        if any(gradients.pending_slots.has_begun for gradients in self.order):
+        if any(gradients.arrived for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
             self.finish(across_replicas=across_replicas)
         # A call that ended after the launch of its reduction has closed the next reduction.
         for gradients in self.order:
-            gradients.pending_slots.end()
+            gradients.end_pass()
 
     def finish_accumulated(self) -> None:
         """Reduce the gradients that backward passes inside no_sync have accumulated."""
@@ -193,9 +197,8 @@ class ReductionQueue:
 
     def _start(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self._reducing.append(gradients)
-        if gradients.inspector is not None:  # it runs on the current stream, but gradients may arrive on another one
-            self.streams.record_gradients_event().wait()
-        reduction = gradients.create_reduction(stages)
+        with self.streams.joined_with_gradients():
+            reduction = gradients.create_reduction(stages)
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)

@@ -71,19 +71,15 @@ __all__ = ["BufferUse", "ReductionSpec", "ReductionStage", "accumulates_full_gra
 class BufferUse(enum.Enum):
     """Period in which a reduction uses a scratch buffer."""
 
-    ARRIVAL = enum.auto()  # from the unit's first gradient until the launch, which sends a rounded copy
-    ARRIVAL_AND_FIRST = enum.auto()  # from the unit's first gradient until the first collective has completed
+    LAUNCH = enum.auto()  # during the launch of the first collective, which sends a rounded copy
     FIRST = enum.auto()  # during the first collective
     BETWEEN = enum.auto()  # from the result of the first collective until the launch of the second
     SECOND = enum.auto()  # from the result of the first collective, or the launch of the second, until its end
     RESULT = enum.auto()  # while the final gradient is computed, before it is copied to the host
 
 
-# For each stage: use of a source that is sent as a rounded copy, of a source that is sent itself, and of other buffers.
-_SOURCE_USES = (
-    (BufferUse.ARRIVAL, BufferUse.ARRIVAL_AND_FIRST, BufferUse.FIRST),
-    (BufferUse.BETWEEN, BufferUse.SECOND, BufferUse.SECOND),
-)
+# For each stage: use of a source that is sent as a rounded copy, and of all other buffers.
+_USES = ((BufferUse.LAUNCH, BufferUse.FIRST), (BufferUse.BETWEEN, BufferUse.SECOND))
 
 
 @dataclass(frozen=True)
@@ -208,19 +204,18 @@ class ReductionSpec:
             master: dtype of the masters.
         """
         if offload.optimizer:
-            use = BufferUse.RESULT if self.stages else BufferUse.ARRIVAL
-            yield (traits.grid.numel(layout, Extent.ZERO1), master), use
+            yield (traits.grid.numel(layout, Extent.ZERO1), master), BufferUse.RESULT
         for number, stage in enumerate(self.stages):
             dtype = master if number else self.incoming_dtype
             numel, is_rounded = traits.grid.numel(layout, stage.source), dtype != stage.wire_dtype
+            until_launch, during = _USES[number]
             is_read_in_place = stage.collective is Collective.HOP1 and traits.transport.shares_memory
             if stage.source is self.accumulator_extent and self.separate_dtype is None:
                 leaves_slab = offload.grads and (is_read_in_place or number > 0)
                 sends_copy = leaves_slab or (is_rounded and not is_read_in_place)
             else:
                 sends_copy = is_rounded
-                yield (numel, dtype), _SOURCE_USES[number][0 if is_rounded else 1]
-            during = _SOURCE_USES[number][2]
+                yield (numel, dtype), until_launch if is_rounded else during
             if sends_copy:
                 yield (numel, stage.wire_dtype), during
             for size in () if is_read_in_place else _receive_sizes(stage, layout, traits):

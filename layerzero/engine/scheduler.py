@@ -576,8 +576,8 @@ class Scheduler(Closable):
         for handle in ended:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
-                gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
-                if gradients.pending_slots.all_ready and called:
+                handle.await_remaining_gradients()
+                if gradients.all_arrived and called:
                     backward.completed_handles[handle] = None
         queue, across_replicas = self._gradients.queue, backward.requires_gradient_sync
         if is_common:
@@ -589,9 +589,9 @@ class Scheduler(Closable):
         """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""
         for handle in reversed(self._handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
-                if handle.gradients.pending_slots.has_begun:
+                if handle.gradients.arrived:
                     backward.completed_handles[handle] = None
-                handle.gradients.pending_slots.close(lambda slot: False)
+                handle.gradients.await_only(())
         self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _prefetch_before(self, call: UnitCall) -> None:
@@ -661,12 +661,11 @@ class Scheduler(Closable):
         gradient = (member := handle.members[slot]).spec.local_grad(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} has a sparse gradient. Build its module with sparse=False")
-        gradients.wait_until_writable()
         if wrote_main_grad:
             gradients.record_main_grad(slot)
         if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
-        if gradients.pending_slots.all_ready:
+        if gradients.all_arrived:
             backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:

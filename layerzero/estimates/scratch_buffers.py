@@ -3,16 +3,14 @@
 [Note: Number of scratch buffers]
 Handles are reduced one after the other, and reduction_queue.py limits the number of in-flight reductions. At most
 `IN_FLIGHT` reductions are in each hop. One more reduction is launched before the host waits for the oldest reduction.
-Units receive gradients one after the other. The units that contain the current unit also receive gradients, and they
-complete last. Units that are reduced together with an enclosing unit count as one unit. Therefore the number of buffers
-of each size follows from the layouts. All buffers of a size are allocated when the first of them is used, so the memory
-of a model does not depend on the speed of collectives. If the backward passes of units interleave, additional buffers
-are allocated when they are needed.
+A reduction needs no buffers before its launch, which copies the gradients of the handle to the buffer that is sent.
+Therefore the number of buffers of each size follows from the layouts. All buffers of a size are allocated when the
+first of them is used, so the memory of a model does not depend on the speed of collectives. If a reentrant checkpoint
+produces a gradient in several parts, additional buffers are allocated when they are needed.
 
-On a device, streams wait for reductions instead of the host. A unit needs its buffers from the arrival of its gradients
-until its reduction has completed. At most two units have buffers at the same time, in addition to the units that
-contain them: one unit is reduced while the next one receives gradients. See [Note: Scratch memory on a device] in
-device/buffer_pools.py.
+On a device, streams wait for reductions instead of the host. At most two units have buffers at the same time: one unit
+is reduced while the reduction of the next one is launched. Units that are reduced together with an enclosing unit count
+as one unit. See [Note: Scratch memory on a device] in device/buffer_pools.py.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ from layerzero.layout.shard_grid import Extent
 __all__ = ["ScratchBuffers", "buffer_demand", "count_scratch", "scratch_of"]
 
 _BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read when the next gradients arrive
-_RECEIVING = (BufferUse.ARRIVAL, BufferUse.ARRIVAL_AND_FIRST)
-_SENT_IN_PLACE = (BufferUse.ARRIVAL_AND_FIRST, BufferUse.FIRST)  # by a transport that receives no copies
 _ENCODED_REFRESH, _NEW_WEIGHTS = "encoded refresh", "refreshed weights before they are copied to the host"
 
 
@@ -105,10 +101,7 @@ def _count_on_cpu(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits
     scratch, outgoing = Counter[Size](), Counter[Size]()
     for (size, use), members in users.items():
         at_once = {BufferUse.FIRST: first, BufferUse.SECOND: second, _ENCODED_REFRESH: REFRESHES_IN_FLIGHT}.get(use, 1)
-        if use in _RECEIVING:
-            at_once = _max_receiving_at_once(members, handles)
-            at_once += first - 1 if use is BufferUse.ARRIVAL_AND_FIRST else 0
-        if use in _SENT_IN_PLACE and traits.transport.shares_memory:
+        if use is BufferUse.FIRST and traits.transport.shares_memory:  # sent in place
             outgoing[size] += min(len(members) + 1, at_once + _BUFFERS_STILL_READ)
         else:
             buffers_by_handle = Counter(map(id, members)).values()
@@ -118,7 +111,6 @@ def _count_on_cpu(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits
 
 def _count_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits: RankTraits) -> ScratchBuffers:
     units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
-    incoming: dict[str, Counter[Size]] = {}  # those of the buffers above in which gradients arrive
     new_weights = Counter[Size]()
     for handle in handles:
         for size, use in _buffers(handle, config, traits):
@@ -126,33 +118,12 @@ def _count_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, tra
                 new_weights[size] += 1
             else:
                 units.setdefault(handle.unit, Counter())[size] += 1
-                incoming.setdefault(handle.unit, Counter())[size] += use in _RECEIVING
     scratch, nbytes = Counter[Size](), 0
-    # A backward pass starts with the last unit, and reaches a unit after the units inside it.
-    order = list(reversed(units))
-    for preceding, unit in zip(order[:1] + order, order, strict=False):
-        together = units[unit] + (units[preceding] if preceding != unit else Counter())
-        for enclosing in units.keys() - {preceding}:
-            if _encloses(enclosing, unit):
-                together += incoming[enclosing]
+    by_unit = list(units.values())
+    for buffers, preceding in zip(by_unit, [*by_unit[1:], Counter()], strict=False):  # in the order of a backward pass
+        together = buffers + preceding
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
     scratch |= Counter({size: min(count, _BUFFERS_STILL_READ) for size, count in new_weights.items()})
     nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in new_weights), 0)
     return ScratchBuffers(scratch, Counter(), nbytes)
-
-
-def _max_receiving_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
-    """Return the number of `members` that receive gradients at the same time.
-
-    These are the handles of one unit and of the units that contain it.
-    """
-    counts = Counter(handle.unit for handle in members)
-    return max(
-        sum(count for name, count in counts.items() if name == unit or _encloses(name, unit))
-        for unit in {handle.unit for handle in handles}
-    )
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from layerzero.comm.collectives import Collective
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
+from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.gradient_storage import PersistentStorage, PooledStorage
-from layerzero.engine.handle_gradients import PendingSlots
+from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
@@ -230,23 +232,47 @@ def test_a_send_buffer_is_lent_until_the_collective_ends() -> None:
     assert pool.acquire(4, torch.bfloat16) is copied and pool.acquire(4, F32) is first
 
 
-def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come() -> None:
-    each = PendingSlots(3)
-    each.mark_ready(1)
-    assert each.has_begun and not each.all_ready
-    each.close(lambda slot: slot != 2)
-    assert not each.all_ready, "slot 0 is still coming"
-    each.mark_ready(0)
-    assert each.all_ready
-    each.end()
-    assert not each.has_begun and not each.all_ready
-    for slot in range(3):
-        each.mark_ready(slot)
-    assert not each.all_ready, "no rank launches before the backward has passed the unit"
-    each.close(lambda slot: True)
-    assert each.all_ready
-    each.end()
-    each.set_trainable([False, True, False])
-    each.mark_ready(1)
-    each.close(lambda slot: True)
-    assert each.all_ready
+def _alone() -> HandleGradients:
+    """Return the gradients of a handle with three parameters on the only rank."""
+    (layout,) = plan_layouts([("a", (2,)), ("b", (2,)), ("c", (2,))], num_shards=1, align=2)
+    (grid,) = grids(1, 1)
+    how: Any = {"accumulation": "sharded", "divide_factor": 1.0, "adds_hop1": True, "adds_hop2": True}
+    pools = SimpleNamespace(scratch=BufferPool(CPU), accumulators=AccumulatorAllocator(CPU))
+    mesh: Any = SimpleNamespace(mesh_info=SimpleNamespace(grid=grid), transport=None, pools=pools)
+    return HandleGradients(layout, ReductionSpec.plan(grid, FP32, **how), label="unit", master=F32, mesh=mesh)
+
+
+def _receive(gradients: HandleGradients, *slots: int) -> None:
+    for slot in slots:
+        gradients.receive(slot, torch.ones(2))
+
+
+def test_a_reduction_is_ready_when_the_unit_has_ended_and_what_is_expected_has_arrived() -> None:
+    each = _alone()
+    _receive(each, 1)
+    assert each.arrived and not each.all_arrived
+    each.await_only([0, 1])
+    assert not each.all_arrived, "slot 0 is still coming"
+    each.await_only([0, 2])
+    _receive(each, 0)
+    assert each.all_arrived, "a gradient that no call expected is not waited for later"
+    assert each.create_reduction(()) is None
+    assert not each.arrived and not each.all_arrived
+    _receive(each, 0, 1, 2)
+    assert not each.all_arrived, "no rank launches before the backward has passed the unit"
+    each.await_only([0, 1, 2])
+    assert each.all_arrived
+
+
+def test_gradients_are_added_at_the_launch_and_a_failed_backward_adds_none() -> None:
+    each = _alone()
+    _receive(each, 0)
+    assert each.final.empty
+    _receive(each, 0)
+    assert each.final.filled_parts()[0][1].tolist() == [1, 1], "the first of two parts"
+    assert each.create_reduction(()) is None
+    assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(0, [2, 2])]
+    _receive(each, 0, 1)
+    each.abort()
+    assert each.create_reduction(()) is None
+    assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(0, [2, 2])]
