@@ -149,8 +149,8 @@ class DeviceBufferPool(BufferPool):
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
     an event. While all buffers together are smaller than `predicted_bytes`, :meth:`acquire` allocates new memory and
     does not wait. After that, the buffer that was released first is reused, or its memory is returned to the allocator,
-    and the stream waits for the event. The prediction has room for two units: one unit is reduced while the gradients
-    of the next unit arrive.
+    and the stream waits for the event. The prediction has room for two units: one unit is reduced while the reduction
+    of the next unit is launched.
 
     The allocator reuses memory on the stream to which the memory belongs. Therefore this stream first waits for the
     last use. ``record_stream`` would defer the reuse instead. In a loop of micro-batches, the memory would then grow

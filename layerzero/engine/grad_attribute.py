@@ -48,23 +48,24 @@ class GradAttribute:
         Args:
             agreed: True if the ranks have agreed on the used parameters.
         """
-        usage = self.gradients.usage
-        self.gradients.final.storage.wait_for_host()
-        guesses = not agreed and self.gradients.may_have_peer_contributions
-        forbidden = _UNREDUCED if self.gradients.has_unreduced or not agreed else None
-        for slot, member in enumerate(self.members):
-            was_unknown = usage[slot] == GradUsage.UNKNOWN
-            may_be_used = guesses and member.gathered.requires_grad
-            if self.gradients.record_published(slot, may_be_used=may_be_used):
-                if not self._is_ours(slot, member.sharded.grad):
-                    member.sharded.grad = self._gradient_of(slot)
-            elif was_unknown:
-                member.sharded.grad = None
+        gradients = self.gradients
+        gradients.final.storage.wait_for_host()
+        guesses = not agreed and gradients.may_have_peer_contributions
+        gradients.record_unused(
+            [slot for slot, member in enumerate(self.members) if member.gathered.requires_grad] if guesses else ()
+        )
+        forbidden = _UNREDUCED if gradients.has_unreduced or not agreed else None
+        for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
             self._trackers[slot].access_error = forbidden
-        if agreed and not any(usage):  # no rank has used these slots, so only zeros (or errors of a codec) were reduced
-            self.gradients.drop(())
+            shown = member.sharded.grad
+            if use and (shown is None or not self._is_ours(slot, shown)):
+                member.sharded.grad = self._gradient_of(slot)
+            elif not use and shown is not None:  # no other rank has contributed either
+                member.sharded.grad = None
+        if agreed and not any(gradients.usage):  # only zeros (or errors of a codec) were reduced
+            gradients.drop(())
 
-    def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
+    def _is_ours(self, slot: int, gradient: Tensor) -> bool:
         """Return whether this object has published `gradient` for the parameter at `slot`."""
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._trackers[slot]
 
@@ -80,39 +81,47 @@ class GradAttribute:
         Raises:
             RuntimeError: a ``.grad`` was replaced although it has unreduced contributions.
         """
-        gradients = self.gradients
         if self._hidden:
             return
         dropped, replaced = [], []
-        for slot, member in enumerate(self.members):
-            tracker, gradient = self._trackers[slot], member.sharded.grad
-            is_published = self._is_ours(slot, gradient)
-            if tracker.was_zeroed:
-                tracker.was_zeroed = False
-                if is_published:
-                    gradients.record_drop([slot])
-            if tracker.zero_requested:
-                tracker.zero_requested = False
-                if is_published and gradients.usage[slot] == GradUsage.UNKNOWN:
-                    gradient = member.sharded.grad = None
-                elif is_published:
-                    gradients.zero(slot)
-            if gradient is None:
-                if gradients.usage[slot]:
-                    dropped.append(slot)
-            elif not is_published:
-                replaced.append((slot, member, gradient))
+        for slot, (member, tracker) in enumerate(zip(self.members, self._trackers, strict=True)):
+            if tracker.was_zeroed or tracker.zero_requested:
+                self._apply_zeros(slot)
+            gradient = member.sharded.grad
+            if gradient is not None and not self._is_ours(slot, gradient):
+                replaced.append((slot, gradient))
+            elif gradient is None and self.gradients.usage[slot]:
+                dropped.append(slot)
         if dropped:
-            gradients.drop(dropped)
-        for slot, member, gradient in replaced:
-            if gradients.usage[slot] and gradients.has_unreduced:
-                raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
-            rows = _rows_of(gradient, member.spec)
-            if gradients.is_used(slot):
-                gradients.replace_rows(slot, rows)
-            else:
-                gradients.add_rows(slot, rows)
-            member.sharded.grad = self._gradient_of(slot)
+            self.gradients.drop(dropped)
+        for slot, gradient in replaced:
+            self._apply_replacement(slot, gradient)
+
+    def _apply_zeros(self, slot: int) -> None:
+        """Apply calls of ``zero_()`` on the published ``.grad`` of a parameter, before or after it was final."""
+        tracker, sharded_parameter = self._trackers[slot], self.members[slot].sharded
+        was_zeroed, tracker.was_zeroed = tracker.was_zeroed, False
+        is_requested, tracker.zero_requested = tracker.zero_requested, False
+        if sharded_parameter.grad is None or not self._is_ours(slot, sharded_parameter.grad):
+            return
+        if was_zeroed:
+            self.gradients.record_drop([slot])
+        if is_requested and self.gradients.usage[slot] == GradUsage.UNKNOWN:
+            sharded_parameter.grad = None
+        elif is_requested:
+            self.gradients.zero(slot)
+
+    def _apply_replacement(self, slot: int, gradient: Tensor) -> None:
+        """Take the rows of a gradient that the user has assigned to a parameter."""
+        gradients, member = self.gradients, self.members[slot]
+        if gradients.usage[slot] and gradients.has_unreduced:
+            raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
+        rows = _rows_of(gradient, member.spec)
+        if gradients.is_used(slot):
+            gradients.replace_rows(slot, rows)
+        else:
+            gradients.add_rows(slot, rows)
+        member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
         """Remove the ``.grad`` of all parameters until the end of a backward pass, because its memory may be reused.

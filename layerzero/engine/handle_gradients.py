@@ -14,7 +14,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 
@@ -229,15 +229,15 @@ class HandleGradients:
     def is_used(self, slot: int) -> bool:
         return self.usage[slot] >= GradUsage.PUBLISHED
 
-    def record_published(self, slot: int, *, may_be_used: bool) -> int:
-        """Record that the final gradient of a slot is published, and return the usage of the slot.
+    def record_unused(self, unknown: Collection[int]) -> None:
+        """Record that no rank has contributed to the slots without a known contribution.
 
         Args:
-            may_be_used: True if contributions of other ranks are not known yet.
+            unknown: slots to which another rank may have contributed.
         """
-        if not self.is_used(slot):
-            self.usage[slot] = GradUsage.UNKNOWN if may_be_used else GradUsage.UNUSED
-        return self.usage[slot]
+        for slot, use in enumerate(self.usage):
+            if use < GradUsage.PUBLISHED:
+                self.usage[slot] = GradUsage.UNKNOWN if slot in unknown else GradUsage.UNUSED
 
     def record_usage(self, anywhere: bytes) -> None:
         """Record the usage on which the ranks have agreed.

@@ -52,8 +52,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -141,44 +142,24 @@ class ReductionSpec:
         )
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor, replan=replan)
-        if hop2_codec is not None and grid.replicas > 1:
-            precision, adds_hop2 = replace(precision, replica_reduce=precision.master), True
-        has_hop1 = grid.zero3_size > 1
-        sends_each = not accumulates_full_gradients(accumulation, grid.zero3_size)  # in every backward
-        incoming, adds = (precision.reduce, adds_hop1) if has_hop1 else (precision.replica_reduce, adds_hop2)
-        if sends_each and adds and precision.compute.itemsize < incoming.itemsize:
-            incoming = precision.compute  # see [Note: Dtype of full gradients]
         factor1, factor2 = _divide_factors(grid, divide_factor)
-        incoming_divisor = _predivide_factor(factor1 if has_hop1 else factor2, incoming, adds=adds)
-        if not has_hop1 or grid.replicas == 1:
-            collective = Collective.HOP1 if has_hop1 else Collective.HOP2
-            stages: tuple[ReductionStage, ...] = (
-                ReductionStage(
-                    Extent.FULL,
-                    Extent.ZERO1,
-                    collective,
-                    incoming,
-                    incoming_divisor / divide_factor,
-                    None if has_hop1 else hop2_codec,
-                ),
-            )
-        else:
-            hop2_divisor = _predivide_factor(factor2, precision.replica_reduce, adds=adds_hop2)
-            hop1_scale = 1.0
-            if precision.replica_reduce is torch.float16:
-                hop1_scale = 1.0 / _power_of_two(factor1 * hop2_divisor / incoming_divisor)
-            hop2_scale = incoming_divisor / (divide_factor * hop1_scale)
-            stages = (
-                ReductionStage(Extent.FULL, Extent.ZERO3, Collective.HOP1, incoming, hop1_scale),
-                ReductionStage(
-                    Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, hop2_scale, hop2_codec
-                ),
-            )
+        hops = []
+        if grid.zero3_size > 1:
+            hops.append(_Hop(Collective.HOP1, precision.reduce, adds_hop1, factor1))
+        if grid.replicas > 1 and hop2_codec is not None:
+            hops.append(_Hop(Collective.HOP2, precision.master, True, factor2, hop2_codec))
+        elif grid.replicas > 1:
+            hops.append(_Hop(Collective.HOP2, precision.replica_reduce, adds_hop2, factor2))
+        sends_each = not accumulates_full_gradients(accumulation, grid.zero3_size)  # in every backward
+        if sends_each and hops[0].adds and precision.compute.itemsize < hops[0].wire_dtype.itemsize:
+            hops[0] = hops[0]._replace(wire_dtype=precision.compute)  # see [Note: Dtype of full gradients]
+        stages = _stages(hops, divide_factor)
         accumulator, incoming_dtype = Extent.FULL, precision.master
         if sends_each:
-            accumulator, incoming_dtype = Extent.ZERO1 if accumulation == "local" else stages[0].target, incoming
+            accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
+            incoming_dtype = hops[0].wire_dtype
         separate = None if accumulator is Extent.ZERO1 else precision.accumulator
-        return cls(Extent.FULL, accumulator, stages, incoming_dtype, 1.0 / incoming_divisor, separate, replan)
+        return cls(Extent.FULL, accumulator, stages, incoming_dtype, 1.0 / hops[0].divisor, separate, replan)
 
     def with_divide_factor(self, divide_factor: float) -> ReductionSpec:
         """Return this spec with another divisor. Extents and dtypes do not change."""
@@ -205,21 +186,31 @@ class ReductionSpec:
         """
         if offload.optimizer:
             yield (traits.grid.numel(layout, Extent.ZERO1), master), BufferUse.RESULT
-        for number, stage in enumerate(self.stages):
-            dtype = master if number else self.incoming_dtype
-            numel, is_rounded = traits.grid.numel(layout, stage.source), dtype != stage.wire_dtype
-            until_launch, during = _USES[number]
-            is_read_in_place = stage.collective is Collective.HOP1 and traits.transport.shares_memory
-            if stage.source is self.accumulator_extent and self.separate_dtype is None:
-                leaves_slab = offload.grads and (is_read_in_place or number > 0)
-                sends_copy = leaves_slab or (is_rounded and not is_read_in_place)
-            else:
-                sends_copy = is_rounded
-                yield (numel, dtype), until_launch if is_rounded else during
-            if sends_copy:
-                yield (numel, stage.wire_dtype), during
-            for size in () if is_read_in_place else _receive_sizes(stage, layout, traits):
-                yield size, during
+        for number in range(len(self.stages)):
+            yield from self._stage_buffers(number, layout, traits, master, leaves_device=offload.grads)
+
+    def _stage_buffers(
+        self, number: int, layout: FlatLayout, traits: RankTraits, master: torch.dtype, *, leaves_device: bool
+    ) -> Iterator[tuple[Size, BufferUse]]:
+        """Yield the scratch buffers of the stage with index `number`, and when they are in use.
+
+        Args:
+            leaves_device: True if accumulators are kept in host memory.
+        """
+        stage, (until_launch, during) = self.stages[number], _USES[number]
+        dtype = master if number else self.incoming_dtype
+        numel, is_rounded = traits.grid.numel(layout, stage.source), dtype != stage.wire_dtype
+        is_read_in_place = stage.collective is Collective.HOP1 and traits.transport.shares_memory
+        if stage.source is self.accumulator_extent and self.separate_dtype is None:
+            leaves_slab = leaves_device and (is_read_in_place or number > 0)
+            sends_copy = leaves_slab or (is_rounded and not is_read_in_place)
+        else:
+            sends_copy = is_rounded
+            yield (numel, dtype), until_launch if is_rounded else during
+        if sends_copy:
+            yield (numel, stage.wire_dtype), during
+        for size in () if is_read_in_place else _receive_sizes(stage, layout, traits):
+            yield size, during
 
     @property
     def sends_accumulator(self) -> bool:
@@ -235,6 +226,37 @@ class ReductionSpec:
 def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
     """Return whether full gradients, which ``main_grad`` shows, are accumulated over micro-batches."""
     return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
+
+
+class _Hop(NamedTuple):
+    """Reduction along one axis of the mesh."""
+
+    collective: Collective
+    wire_dtype: torch.dtype
+    adds: bool  # False if the backend adds messages in their dtype; see ReductionSpec.plan
+    factor: float  # factor by which the hop is expected to increase the sum
+    codec: GatherCodec | None = None
+
+    @property
+    def divisor(self) -> float:
+        """Part of the factor by which gradients are divided before the hop; see [Note: Division of gradients]."""
+        if self.adds or self.wire_dtype is not torch.float16:
+            return 1.0
+        return _power_of_two(math.sqrt(max(1.0, self.factor)))
+
+
+def _stages(hops: Sequence[_Hop], divide_factor: float) -> tuple[ReductionStage, ...]:
+    """Return the stages of one or two hops, which together divide the sum by `divide_factor`."""
+    first, last = hops[0], hops[-1]
+    scale = 1.0
+    if first is not last and last.wire_dtype is torch.float16:
+        scale = 1.0 / _power_of_two(first.factor * last.divisor / first.divisor)
+    last_source = Extent.FULL if first is last else Extent.ZERO3
+    last_scale = first.divisor / (divide_factor * scale)
+    stage = ReductionStage(last_source, Extent.ZERO1, last.collective, last.wire_dtype, last_scale, last.codec)
+    if first is last:
+        return (stage,)
+    return ReductionStage(Extent.FULL, Extent.ZERO3, first.collective, first.wire_dtype, scale), stage
 
 
 def _receive_sizes(stage: ReductionStage, layout: FlatLayout, traits: RankTraits) -> list[Size]:
@@ -262,14 +284,6 @@ def _divide_factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))
     return factor1, divide_factor / factor1
-
-
-def _predivide_factor(factor: float, wire_dtype: torch.dtype, *, adds: bool) -> float:
-    """Return the part of a hop's factor by which gradients are divided before the hop.
-
-    See [Note: Division of gradients].
-    """
-    return 1.0 if adds or wire_dtype is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
 
 
 def _power_of_two(least: float) -> float:

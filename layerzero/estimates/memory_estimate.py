@@ -101,25 +101,33 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
 
     encoded = any(handle.encodes_refresh for unit in units for handle in unit.handles)
     for unit in units:
-        grid, transport = unit.traits.grid, unit.traits.transport
+        grid = unit.traits.grid
         for handle in unit.handles:
-            zero3_bytes = grid.numel(handle.layout, Extent.ZERO3) * handle.precision.compute.itemsize
-            parts = [handle.coded // grid.zero3_size or zero3_bytes]
-            if handle.extension is not None:
-                parts = [received // grid.zero3_size for received in handle.extension.received]
-            elif transport.shares_memory:
-                parts = [0]
-            for nbytes in parts if grid.zero3_size > 1 else ():
+            for nbytes in _gathered_shards(handle, unit.traits) if grid.zero3_size > 1 else ():
                 record(Collective.GATHER, (grid.zero3_size - 1) * nbytes)
             if kept_bytes := unit.post_forward_bytes_of(handle):
                 record(Collective.REGATHER, (unit.reshard_after_forward - 1) * kept_bytes)
             if handle.layout.bounds or not handle.trainable:
                 continue
             if grid.replicas > 1 and not encoded:
-                record(Collective.REFRESH, (grid.replicas - 1) * (zero3_bytes // grid.replicas))
+                record(Collective.REFRESH, (grid.replicas - 1) * (_zero3_bytes(handle, grid) // grid.replicas))
             for stage in handle.reduction_spec.stages:
                 record(stage.collective, _reduction_bytes(stage, handle, unit.traits, config))
     return sent_bytes
+
+
+def _zero3_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
+    """Return the size of the ZeRO-3 shard in the compute dtype."""
+    return grid.numel(handle.layout, Extent.ZERO3) * handle.precision.compute.itemsize
+
+
+def _gathered_shards(handle: HandleSpec, traits: RankTraits) -> list[int]:
+    """Return the number of bytes that a rank sends to each other rank, for each collective of a gather."""
+    if handle.extension is not None:
+        return [received // traits.grid.zero3_size for received in handle.extension.received]
+    if traits.transport.shares_memory:
+        return [0]
+    return [handle.coded // traits.grid.zero3_size or _zero3_bytes(handle, traits.grid)]
 
 
 def _reduction_bytes(stage: ReductionStage, handle: HandleSpec, traits: RankTraits, config: LayerZeroConfig) -> int:
@@ -160,7 +168,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
         f"{prefix}zero1_shard": 0 if shares_master else own_bytes,
         f"{prefix}gradient_shard": own_bytes if handle.trainable and not inside_zero3_shard else 0,
         "zero3_shard": 0,
-        f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
+        f"{weights}zero3_shard": _zero3_bytes(handle, grid),
         "full_buffer": 0,
         "residual": _residual_bytes(handle, grid),
         "refresh_state": _refresh_state_bytes(handle, grid, config),

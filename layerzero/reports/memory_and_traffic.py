@@ -55,9 +55,9 @@ class MemoryReport:
         predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
             the second step on, if units are called one after the other in the order of their registration, and if no
             other forward has run since the step. The measured ``reduce_buffer`` may be larger if parameters were
-            unfrozen, or if calls to units interleave and their gradients arrive at the same time. If ranks do not share
-            memory, the measured ``reduce_buffer`` is smaller before the first backward that reduces gradients, because
-            it is allocated on first use.
+            unfrozen, or if reentrant checkpoints produce a gradient in several parts. If ranks do not share memory, the
+            measured ``reduce_buffer`` is smaller before the first backward that reduces gradients, because it is
+            allocated on first use.
         measured: number of bytes in the storages that currently exist.
         predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
             state and the measured state of outer steps.
