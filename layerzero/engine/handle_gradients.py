@@ -153,17 +153,20 @@ class HandleGradients:
         return PooledStorage(numel, dtype, self.transport.send_scratch if is_sent else self.pool)
 
     def _final_storage(self, dtype: torch.dtype) -> GradientStorage:
-        grid, zero3 = self.mesh_info.grid, self.buffers.get(Extent.ZERO3)
+        grid, accumulator = self.mesh_info.grid, self._separate or self.buffers.get(self.spec.accumulator_extent)
         numel = grid.numel(self._layout, Extent.ZERO1)
         if self._to_host is not None:
             return HostStorage(numel, dtype, self._to_host, self.pool)
+        if (
+            accumulator is None
+            or not accumulator.storage.lasting
+            or not self.spec.fits_final(self._layout, grid, dtype)
+        ):
+            return PersistentStorage(SendBuffer(numel, dtype, self.pool.device))
+        part = grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3)
         if self._separate is not None:
-            around, elements = self._separate.storage, numel * dtype.itemsize // self._separate.storage.dtype.itemsize
-            if self.spec.accumulator_extent is Extent.ZERO3 and around.lasting and elements <= around.numel:
-                return AliasedStorage(around, slice(0, elements), dtype)
-        elif zero3 is not None and self.spec.accumulator_extent is Extent.ZERO3 and zero3.storage.lasting:
-            return AliasedStorage(zero3.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
-        return PersistentStorage(SendBuffer(numel, dtype, self.pool.device))
+            part = slice(0, numel * dtype.itemsize // accumulator.storage.dtype.itemsize)
+        return AliasedStorage(accumulator.storage, part, dtype)
 
     # Error feedback
 

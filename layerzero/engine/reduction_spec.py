@@ -212,6 +212,15 @@ class ReductionSpec:
         for size in () if is_read_in_place else _receive_sizes(stage, layout, traits):
             yield size, during
 
+    def fits_final(self, layout: FlatLayout, grid: ShardGrid, master: torch.dtype) -> bool:
+        """Return whether the final gradient may be a part of the accumulator, if both stay on the device.
+
+        See [Note: The final gradient inside the ZeRO-3 gradient shard] in gradient_storage.py.
+        """
+        final, accumulator = (grid.numel(layout, extent) for extent in (Extent.ZERO1, Extent.ZERO3))
+        fits = final * master.itemsize <= accumulator * (self.separate_dtype or master).itemsize
+        return self.accumulator_extent is Extent.ZERO3 and fits
+
     @property
     def sends_accumulator(self) -> bool:
         """True if the buffer in which gradients arrive is the accumulator, and the first stage sends it."""

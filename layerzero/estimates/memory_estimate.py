@@ -154,14 +154,8 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
     weights = "host_" if unit.traits.weights_in_host else ""
     shares_master = precision.master == precision.compute and not in_host and not weights
     own_bytes = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
-    # See [Note: The final gradient inside the ZeRO-3 gradient shard] in engine/gradient_storage.py.
-    inside_zero3_shard = (
-        handle.reduction_spec.accumulator_extent is Extent.ZERO3
-        and not config.offload.grads
-        and not in_host
-        and not handle.set_aside
-        and own_bytes <= grid.numel(handle.layout, Extent.ZERO3) * handle.accumulator_dtype.itemsize
-    )
+    stays_on_device = not (config.offload.grads or in_host or handle.set_aside)
+    inside_zero3_shard = stays_on_device and handle.reduction_spec.fits_final(handle.layout, grid, precision.master)
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,

@@ -21,6 +21,7 @@ from layerzero.engine.gradient_storage import PersistentStorage, PooledStorage
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
+from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 RANK, NODE, WHOLE = Extent.ZERO1, Extent.ZERO3, Extent.FULL
@@ -276,3 +277,36 @@ def test_gradients_are_added_at_the_launch_and_a_failed_backward_adds_none() -> 
     each.abort()
     assert each.create_reduction(()) is None
     assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(0, [2, 2])]
+
+
+def test_the_usage_of_a_parameter_follows_contributions_publications_and_drops() -> None:
+    each = _alone()
+    unused, unknown, published, contributed = GradUsage
+
+    def assert_usage(*expected: GradUsage) -> None:
+        assert list(each.usage) == list(expected)
+
+    _receive(each, 0)
+    assert_usage(contributed, unused, unused)
+    each.incoming.expose(1)
+    each.record_main_grad(1)
+    assert_usage(contributed, contributed, unused)
+    each.await_only([1])
+    assert each.all_arrived, "a kernel has added the gradient"
+    assert each.create_reduction(()) is None
+    each.record_usage(bytes([contributed, unused, published]))
+    assert_usage(published, contributed, published)
+    each.drop([0, 1])
+    assert_usage(unused, unused, published)
+    each.record_unused([0])
+    assert_usage(unknown, unused, published)
+    _receive(each, 1)
+    each.record_unused(())
+    assert_usage(unused, contributed, published)
+    each.add_rows(0, torch.ones(2))
+    assert_usage(contributed, contributed, published)
+    each.zero(0)
+    assert_usage(published, contributed, published)
+    each.drop([0, 1, 2])
+    assert_usage(unused, unused, unused)
+    assert each.final.empty and not each.used
