@@ -267,11 +267,11 @@ def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
 def test_a_reduction_needs_few_events() -> None:
     """Three events order the stages, two are for the watchdog, and three for buffers that are released.
 
-    Both stages wait for an event of another stream, and for the memory that they receive. The first and the last
-    reduction also allocate and return memory.
+    Both stages wait for an event of another stream, and for the memory that they receive. The launch waits for the
+    memory to which it copies gradients. The first and the last reduction also allocate and return memory.
     """
     for counts in run_ranks(_events_of_reductions):
-        assert counts[1:-1] == [(8, 4)] * (UNITS - 2), counts
+        assert counts[1:-1] == [(8, 5)] * (UNITS - 2), counts
 
 
 @on_ranks()
