@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
+from layerzero.comm.failure_report import RankStatus, format_ranks, publish_status, read_statuses
 from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
 from layerzero.utils.torch_compat import default_store
 
@@ -189,7 +189,7 @@ def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     for rank, status in read_statuses(missing).items():
         ranks_by_status[str(status)].append(rank)
     statuses = [
-        f"the last published status of {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_status.items()
+        f"the last published status of {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_status.items()
     ]
     waited = f"{timeout.total_seconds():g} s"
     if not statuses:
@@ -229,12 +229,19 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
-        for name in sorted({name for each in fields.values() for name in each}):
-            values = _ranks_by_value({rank: each.get(name) for rank, each in fields.items()})
-            if len(values) > 1:
-                lines.append(f"{name} is {format_values(values)}")
+        lines += _describe_fields(fields)
     listed = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(listed)
+
+
+def _describe_fields(fields: Mapping[int, Mapping[str, object]]) -> list[str]:
+    """Return a line for each name whose values differ between ranks. `fields` is keyed by rank."""
+    lines = []
+    for name in sorted({name for each in fields.values() for name in each}):
+        values = _ranks_by_value({rank: each.get(name) for rank, each in fields.items()})
+        if len(values) > 1:
+            lines.append(f"{name} is {format_values(values)}")
+    return lines
 
 
 def _ranks_by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
@@ -246,8 +253,4 @@ def _ranks_by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
 
 def format_values(ranks_of: Mapping[str, Sequence[int]]) -> str:
     """Return text such as ``2 on ranks 0, 1 and 4 on rank 2`` for the ranks that have each value."""
-    return " and ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items())
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_of.items())

@@ -543,7 +543,7 @@ def encoded_reduce_scatter(
             feedback is off.
     """
     numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
-    codec, dtype, blocks, sizes = encoded
+    codec, _, blocks, sizes = encoded
     rank, widths = comm.rank, encoded.widths
     to_each = [0 if index == rank else width for index, width in enumerate(widths)]
     error_numels = [0 if index == rank else numel for index, numel in enumerate(numels)]
@@ -558,18 +558,12 @@ def encoded_reduce_scatter(
                 pool.release(buffer)
 
         try:
-            for index, (piece, out) in enumerate(
-                zip(torch.split(flat, numels), torch.split(sent, to_each), strict=True)
-            ):
-                if index == rank:
-                    summands[rank].copy_(piece)
-                elif blocks[index]:
-                    exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-                    message = out[: sizes[index]]
-                    if errors is not None and has_feedback(codec):
-                        codec.encode_with_feedback(exact, blocks[index], message, errors[index])
-                    else:
-                        codec.encode(exact, blocks[index], message)
+            pieces, messages = torch.split(flat, numels), torch.split(sent, to_each)
+            summands[rank].copy_(pieces[rank])
+            for index in range(comm.size):
+                if index != rank and blocks[index]:
+                    message = messages[index][: sizes[index]]
+                    _encode(encoded, index, pieces[index], message, None if errors is None else errors[index])
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             release_buffers()
@@ -582,6 +576,16 @@ def encoded_reduce_scatter(
         return summands
 
     return PendingReduction(launched.attach_transfers(work), flat, decode_parts, None, release_buffers)
+
+
+def _encode(encoded: EncodedPartsSpec, index: int, piece: Tensor, message: Tensor, errors: Tensor | None) -> None:
+    """Encode the piece for rank `index` into `message`, and update the encoding `errors` if there is error feedback."""
+    codec, dtype, blocks = encoded.codec, encoded.dtype, encoded.blocks[index]
+    exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
+    if errors is not None and has_feedback(codec):
+        codec.encode_with_feedback(exact, blocks, message, errors)
+    else:
+        codec.encode(exact, blocks, message)
 
 
 def encoded_buffer_sizes(encoded: EncodedPartsSpec, numels: Sequence[int], rank: int) -> list[Size]:

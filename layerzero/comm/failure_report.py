@@ -30,7 +30,17 @@ import torch.distributed as dist
 
 from layerzero.utils.torch_compat import default_store
 
-__all__ = ["HINT", "CollectiveError", "RankStatus", "diagnose", "order_difference", "publish_status", "read_statuses"]
+__all__ = [
+    "HINT",
+    "CollectiveError",
+    "RankStatus",
+    "diagnose",
+    "format_order",
+    "format_ranks",
+    "order_difference",
+    "publish_status",
+    "read_statuses",
+]
 
 _PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
@@ -58,8 +68,12 @@ class RankStatus:
     gathers: tuple[str, ...] = ()  # for a gather: names of the last gathered units, up to this one
 
     def __str__(self) -> str:
-        order = f" ({' -> '.join(map(repr, self.gathers))})" if self.gathers else ""
+        order = f" ({format_order(self.gathers)})" if self.gathers else ""
         return f"{self.doing}{order}{f', in which it {self.failed}' if self.failed else ''}"
+
+    @property
+    def is_unfinished(self) -> bool:
+        return bool(self.failed) or not self.passed
 
 
 class CollectiveError(RuntimeError):
@@ -169,21 +183,32 @@ def _describe_statuses(
 
     If any rank is missing, the second value is empty.
     """
-    unfinished = {
-        rank: peer_status for rank, peer_status in statuses.items() if peer_status.failed or not peer_status.passed
-    }
+    unfinished = {rank: peer_status for rank, peer_status in statuses.items() if peer_status.is_unfinished}
     elsewhere = {rank: peer_status for rank, peer_status in unfinished.items() if peer_status.doing != status.doing}
-    same_collective = {rank: peer_status for rank, peer_status in unfinished.items() if rank not in elsewhere}
-    gave_up = [rank for rank, peer_status in same_collective.items() if peer_status.failed.startswith(_TIMED_OUT)]
-    connection_lost = (
-        status.failed == _LOST and not gave_up
-    )  # otherwise the ranks that timed out have closed the connection
-    # A rank that joined the same collective has also failed by now, unless it is dead.
-    missing = [
+    gave_up = [
         rank
-        for rank in others
-        if rank not in unfinished or (connection_lost and rank in same_collective and not same_collective[rank].failed)
+        for rank, peer_status in unfinished.items()
+        if rank not in elsewhere and peer_status.failed.startswith(_TIMED_OUT)
     ]
+    connection_lost = status.failed == _LOST and not gave_up  # otherwise, ranks that timed out have closed it
+    # A rank that joined the same collective has also failed by now, unless it is dead.
+    alive = {
+        rank
+        for rank, peer_status in unfinished.items()
+        if rank in elsewhere or peer_status.failed or not connection_lost
+    }
+    missing = [rank for rank in others if rank not in alive]
+    sentences = _describe_missing(missing, statuses, connection_lost=connection_lost, timeout=timeout)
+    relation = "also waited without success in" if missing else "was in another operation:"
+    sentences += [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
+    if gave_up and status.failed == _LOST and not sentences:
+        sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
+    return sentences, {} if missing else elsewhere
+
+
+def _describe_missing(
+    missing: Sequence[int], statuses: Mapping[int, RankStatus], *, connection_lost: bool, timeout: float
+) -> list[str]:
     if not connection_lost:
         text = f"did not take part within {timeout:g} s"
     elif len(missing) == 1:
@@ -193,11 +218,7 @@ def _describe_statuses(
     sentences = [f"rank {rank} {text}{_last_status(statuses.get(rank))}" for rank in missing]
     if connection_lost and len(missing) > 1:
         sentences.append("at least one of them has died or has exited: its connection was closed")
-    relation = "also waited without success in" if missing else "was in another operation:"
-    sentences += [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
-    if gave_up and status.failed == _LOST and not missing and not elsewhere:
-        sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
-    return sentences, {} if missing else elsewhere
+    return sentences
 
 
 def _last_status(status: RankStatus | None) -> str:
@@ -207,6 +228,16 @@ def _last_status(status: RankStatus | None) -> str:
         f" (its last published status: {status.doing}; few operations publish a status, so the rank may be in another "
         "operation now)"
     )
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return text such as ``rank 2`` or ``ranks 0, 1``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def format_order(gathers: Sequence[str]) -> str:
+    """Return the names of gathered units, with arrows between them."""
+    return " -> ".join(map(repr, gathers))
 
 
 def order_difference(orders: Mapping[int, str]) -> str:

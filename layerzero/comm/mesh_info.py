@@ -100,19 +100,21 @@ class MeshInfo:
         The first call with a given value of `ranks` creates the communicator. All ranks must make that call.
         """
         if ranks not in self._among:
-            row, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
-            first, kind = self.grid.zero3_rank // ranks * ranks, self.mesh.device_type
-            group = self.groups.new(row[first : first + ranks], like=like, device_type=kind)
-            self._among[ranks] = Communicator.over(f"zero3 gather of {ranks}", "zero3", group, self.counters, kind)
+            first = self.grid.zero3_rank // ranks * ranks
+            block = slice(first, first + ranks)
+            self._among[ranks] = self._comm_like(self.zero3_gather_comm, f"zero3 gather of {ranks}", block)
             connect(self._among[ranks], self.device)
         return self._among[ranks]
 
     def new_refresh_comm(self) -> Communicator:
         """Create a communicator along the replica axis for encoded refreshes. All ranks must call this method."""
-        like, kind = self.replica_comm.group, self.mesh.device_type
-        column = dist.get_process_group_ranks(like)
-        group = self.groups.new(column, like=like, device_type=kind)
-        return Communicator.over("replica refresh", "replica", group, self.counters, kind)
+        return self._comm_like(self.replica_comm, "replica refresh", slice(None))
+
+    def _comm_like(self, comm: Communicator, name: str, members: slice) -> Communicator:
+        """Create a communicator of some of the ranks of `comm`, along the same axis."""
+        ranks, kind = dist.get_process_group_ranks(comm.group)[members], self.mesh.device_type
+        group = self.groups.new(ranks, like=comm.group, device_type=kind)
+        return Communicator.over(name, comm.axis, group, self.counters, kind)
 
     @classmethod
     def from_mesh(
@@ -138,16 +140,15 @@ class MeshInfo:
         kind = mesh.device_type
         row, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
         backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
-        # See [Note: One process group per communicator].
-        gather, reduce = (groups.new(row, like=zero3, device_type=kind) for _ in range(2))
-        replicas = groups.new(column, like=replica, device_type=kind)
-        zero3_control, replica_control = (
-            groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (row, column)
-        )
-        zero3_reduce_comm, replica_comm = (
-            Communicator.over(name, axis, group, counters, kind, sums_locally=sums_locally)
-            for name, axis, group in (("zero3 reduce", "zero3", reduce), ("replica", "replica", replicas))
-        )
+
+        def comm_of(
+            name: str, axis: str, members: list[int], like: dist.ProcessGroup, *, sums: bool = False
+        ) -> Communicator:
+            """Create a communicator; see [Note: One process group per communicator]."""
+            is_control = axis == "control"
+            group = groups.new(members, like=like, device_type=kind, backend=backend if is_control else "")
+            return Communicator.over(name, axis, group, counters, "cpu" if is_control else kind, sums_locally=sums)
+
         mesh_info = cls(
             mesh=mesh,
             flat_mesh=_transpose_mesh(mesh, zero3, replica),
@@ -156,11 +157,11 @@ class MeshInfo:
             device=compute_device(mesh.device_type),
             counters=counters,
             groups=groups,
-            zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, counters, kind),
-            zero3_reduce_comm=zero3_reduce_comm,
-            replica_comm=replica_comm,
-            zero3_control_comm=Communicator.over("zero3 control", "control", zero3_control, counters, "cpu"),
-            replica_control_comm=Communicator.over("replica control", "control", replica_control, counters, "cpu"),
+            zero3_gather_comm=comm_of("zero3 gather", "zero3", row, zero3),
+            zero3_reduce_comm=comm_of("zero3 reduce", "zero3", row, zero3, sums=sums_locally),
+            replica_comm=comm_of("replica", "replica", column, replica, sums=sums_locally),
+            zero3_control_comm=comm_of("zero3 control", "control", row, zero3),
+            replica_control_comm=comm_of("replica control", "control", column, zero3),
         )
         for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm):
             connect(comm, mesh_info.device)

@@ -49,7 +49,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from layerzero.comm.failure_report import HINT, CollectiveError, RankStatus, order_difference
+from layerzero.comm.failure_report import (
+    HINT,
+    CollectiveError,
+    RankStatus,
+    format_order,
+    format_ranks,
+    order_difference,
+)
 from layerzero.comm.process_groups import Reservation, current_groups
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
@@ -246,13 +253,12 @@ def _describe_cycle(answers: Answers, stuck: set[int]) -> str:
         for rank in sorted(core)
     }
     if all(wait.gathers for wait in waits.values()):
-        return order_difference({rank: " -> ".join(map(repr, wait.gathers)) for rank, wait in waits.items()})
+        return order_difference({rank: format_order(wait.gathers) for rank, wait in waits.items()})
     parts = []
     for rank, wait in waits.items():
-        order = f" ({' -> '.join(map(repr, wait.gathers))})" if wait.gathers else ""
+        order = f" ({format_order(wait.gathers)})" if wait.gathers else ""
         absent = sorted(_absent(wait, answers) & core)
-        plural = "s" * (len(absent) > 1)
-        parts.append(f"rank {rank} waits in {wait.doing}{order} for rank{plural} {', '.join(map(str, absent))}")
+        parts.append(f"rank {rank} waits in {wait.doing}{order} for {format_ranks(absent)}")
     return f"layerzero: ranks wait for each other, so none of them can continue: {'; '.join(parts)}. {HINT}"
 
 

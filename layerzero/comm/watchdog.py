@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from layerzero.comm.collectives import LaunchedCollective, PendingCollective
+from layerzero.comm.failure_report import format_ranks
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.waits import Answers, ModelState, WaitMonitor, has_joined
@@ -274,8 +275,7 @@ def _describe_late_ranks(answers: Answers, scope: str, limit: float) -> tuple[st
             "; ".join(_describe_rank(rank, states) for rank in missing[collective, step])
             or "all of its ranks have joined: the link is slow, or one of their devices"
         )
-        ranks = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
-        sentences.append(f"{collective}, step {step}, is pending on {ranks}: {cause}")
+        sentences.append(f"{collective}, step {step}, is pending on {format_ranks(waiting)}: {cause}")
     return " | ".join(sentences), longest_wait
 
 
