@@ -197,28 +197,33 @@ def _describe_statuses(
         for rank, peer_status in unfinished.items()
         if rank in elsewhere or peer_status.failed or not connection_lost
     }
-    missing = [rank for rank in others if rank not in alive]
-    sentences = _describe_missing(missing, statuses, connection_lost=connection_lost, timeout=timeout)
-    relation = "also waited without success in" if missing else "was in another operation:"
-    sentences += [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
+    missing = {rank: _last_status(statuses.get(rank)) for rank in others if rank not in alive}
+    sentences = _describe_peers(missing, elsewhere, None if connection_lost else timeout)
     if gave_up and status.failed == _LOST and not sentences:
         sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
     return sentences, {} if missing else elsewhere
 
 
-def _describe_missing(
-    missing: Sequence[int], statuses: Mapping[int, RankStatus], *, connection_lost: bool, timeout: float
+def _describe_peers(
+    missing: Mapping[int, str], elsewhere: Mapping[int, RankStatus], timeout: float | None
 ) -> list[str]:
-    if not connection_lost:
+    """Return sentences about missing ranks and about ranks in another collective.
+
+    Args:
+        missing: text about the last published status of each missing rank, by rank.
+        timeout: timeout of the collective in seconds, or None if a connection was lost before.
+    """
+    if timeout is not None:
         text = f"did not take part within {timeout:g} s"
     elif len(missing) == 1:
         text = "has died or has exited: its connection was closed"
     else:
         text = "has not reported a status"
-    sentences = [f"rank {rank} {text}{_last_status(statuses.get(rank))}" for rank in missing]
-    if connection_lost and len(missing) > 1:
+    sentences = [f"rank {rank} {text}{last_status}" for rank, last_status in missing.items()]
+    if timeout is None and len(missing) > 1:
         sentences.append("at least one of them has died or has exited: its connection was closed")
-    return sentences
+    relation = "also waited without success in" if missing else "was in another operation:"
+    return sentences + [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
 
 
 def _last_status(status: RankStatus | None) -> str:
