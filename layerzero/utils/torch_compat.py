@@ -105,7 +105,6 @@ _autograd: Any = torch.autograd
 current_graph_task: Callable[[], int] = _C._current_graph_task_id  # -1 outside backward passes
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 autograd_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
-queue_callback: Callable[[Callable[[], object]], None] = _autograd.Variable._execution_engine.queue_callback
 saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 
 # Dispatch: subclasses of tensors, and traces and transforms, in which weights cannot be gathered.
@@ -128,6 +127,11 @@ REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"  # advises to fla
 foreach_copy_, foreach_lerp_, foreach_mul_ = torch._foreach_copy_, torch._foreach_lerp_, torch._foreach_mul_
 foreach_norm, foreach_zero_ = torch._foreach_norm, torch._foreach_zero_
 amp_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # what GradScaler calls
+
+
+def queue_callback(callback: Callable[[], object]) -> None:
+    """Call a function at the end of the current backward pass."""
+    _autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def module_call_code() -> CodeType:

@@ -6,12 +6,10 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,8 +22,9 @@ from layerzero.comm.traffic_counters import Collective
 from layerzero.comm.watchdog import Watchdog, default_limit
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, register
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.models import IntegerNet, exact_sgd, integer_net, train
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.waiting import within
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
@@ -43,19 +42,6 @@ def _default_of(model: nn.Module) -> Watchdog:
     watchdog = get_state(model).mesh_info.counters.watchdog
     assert isinstance(watchdog, Watchdog) and watchdog.is_default
     return watchdog
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    integer_loss(model, integer_batch(rank=rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _within(seconds: float, is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return is_so()
 
 
 def _threads() -> list[threading.Thread]:
@@ -82,13 +68,13 @@ def _comes_late(rank: int) -> list[str]:
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         watchdog = _default_of(model)
         assert watchdog.limit == TIMEOUT / 2
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
         dist.barrier()
         began = time.monotonic()
         if rank == 1:
-            assert _within(TIMEOUT, lambda: bool(watchdog.reports))
-        _step(model, optimizer, rank)
-        assert _within(5, lambda: bool(watchdog.reports)), "the wait has not raised, and nothing is said"
+            assert within(TIMEOUT, lambda: bool(watchdog.reports))
+        train(model, optimizer, rank, [0])
+        assert within(5, lambda: bool(watchdog.reports)), "the wait has not raised, and nothing is said"
         assert time.monotonic() - began < TIMEOUT + 5
         dist.barrier()
         return watchdog.reports
@@ -114,20 +100,20 @@ def test_the_default_one_is_replaced_and_ends_with_the_model(rank: int) -> None:
         group = get_state(model).mesh_info.zero3_gather_comm.group
         assert 0 < first.limit < timeout_of(group) == TIMEOUT
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
         layerzero.traffic(model, reset=True)
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
         assert first._steps == 2, "of an optimizer that is newer than the watchdog"
 
         second = layerzero.watchdog(model, 30.0)
         assert get_state(model).mesh_info.counters.watchdog is second and not second.is_default
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
         assert (first._steps, second._steps) == (2, 1)
         with pytest.raises(RuntimeError, match="already has a watchdog"):
             layerzero.watchdog(model)
         second.close()
         assert get_state(model).mesh_info.counters.watchdog is None
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
 
         model = _on_device()
         counters = get_state(model).mesh_info.counters
@@ -138,7 +124,7 @@ def test_the_default_one_is_replaced_and_ends_with_the_model(rank: int) -> None:
         watchdog = weakref.ref(_default_of(model))
         del model, optimizer, first, second, group, counters
         gc.collect()
-        assert watchdog() is None and _within(10, lambda: not _threads()), "it has kept the model"
+        assert watchdog() is None and within(10, lambda: not _threads()), "it has kept the model"
 
 
 @on_ranks(world_size=2)
@@ -147,7 +133,7 @@ def test_it_ends_with_the_process_group(rank: int) -> None:
         model = _on_device()
         threads = _threads()
         dist.destroy_process_group()
-        ended = _within(10, lambda: not any(thread.is_alive() for thread in threads))
+        ended = within(10, lambda: not any(thread.is_alive() for thread in threads))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of the test
         assert threads and ended and model is not None
 
@@ -177,7 +163,7 @@ def test_what_is_done_is_not_kept_and_the_device_is_not_asked(rank: int) -> None
 
         with mock.patch.object(Event, "query", side_effect=AssertionError) as query:
             with mock.patch.object(PendingCollective, "wait", seen):
-                _step(model, optimizer, rank)
+                train(model, optimizer, rank, [0])
             time.sleep(2.5 * waits._TICK)
             assert not query.called, "a graph may be captured meanwhile"
         assert _threads() and not watchdog.reports
@@ -191,7 +177,7 @@ def test_what_is_done_is_not_kept_and_the_device_is_not_asked(rank: int) -> None
         with mock.patch.object(module, "_MOST", 8):
             before, most = sum(held.log.launches for held in current_groups()), 0
             for _ in range(8):
-                _step(model, optimizer, rank)
+                train(model, optimizer, rank, [0])
                 most = max(most, len(watchdog._in_flight))
             a_step = (sum(held.log.launches for held in current_groups()) - before) // 8
             assert a_step > 8 and most < 8 + 3 * a_step, (most, a_step)

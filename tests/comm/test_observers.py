@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero.extend import PendingCollective, StepObserver, attach
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -64,18 +64,12 @@ def _model(zero3_size: int = 2) -> nn.Module:
     )
 
 
-def _step(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
-    integer_loss(model, integer_batch(rank=rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _sees_a_step(rank: int) -> list[Any]:
     model = _model()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    _step(model, optimizer, rank)
+    train(model, optimizer, rank, [0])
     log = attach(model, Log([]))
-    _step(model, optimizer, rank)
+    train(model, optimizer, rank, [0])
     return log.events
 
 
@@ -142,9 +136,9 @@ def test_errors_of_observers_are_raised_and_observers_end_with_the_model(rank: i
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     failing = attach(model, _Fails())
     with pytest.raises(LookupError, match="from an observer"):
-        _step(model, optimizer, rank)
+        train(model, optimizer, rank, [0])
     failing.detach()
-    _step(model, optimizer, rank)
+    train(model, optimizer, rank, [0])
     freed, seen = weakref.ref(model), weakref.ref(attach(model, Log([])))
     gc.disable()  # the model and its observers are freed without the garbage collector
     try:

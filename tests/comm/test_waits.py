@@ -26,7 +26,7 @@ from layerzero.checkpoint import saving
 from layerzero.comm import waits
 from layerzero.comm.agreement import require_equal
 from tests.support.graphs import batch, message_of, one_pass, train_step, trained
-from tests.support.late_device import NAME, Device, register
+from tests.support.late_device import on_device
 from tests.support.logs import logged
 from tests.support.models import (
     IntegerNet,
@@ -35,9 +35,9 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     integer_net,
+    train,
 )
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
-from tests.support.wrapped_gloo import mesh_on
 
 ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the groups give up
 
@@ -80,13 +80,6 @@ def _save_async(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 def _clip(model: nn.Module, optimizer: Any, folder: Path) -> None:
     layerzero.clip_grad_norm_(model, 1.0)
-
-
-def _steps(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    for step in range(4, 6):
-        optimizer.step()
-        optimizer.zero_grad()
-        one_pass(model, dist.get_rank(), step)
 
 
 def _goes_on(model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -238,26 +231,19 @@ def test_a_wait_in_a_barrier_of_the_program_is_found() -> None:
 
 def _evaluates_on_a_device(rank: int) -> str:
     """Evaluate on rank 0 alone where the host does not wait for gathers."""
-    register()
     message = ""
-    with _soon(), suppress(AssertionError), Device().installed():  # the emulation fails where a collective does
-        mesh = mesh_on(NAME, 2, timedelta(seconds=8))
+    with _soon(), suppress(AssertionError), on_device(2, timedelta(seconds=8)) as (_, mesh):
+        # The emulation fails where a collective does.
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-
-        def train(steps: int) -> None:
-            for _ in range(steps):
-                integer_loss(model, integer_batch(rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
 
         def evaluate_and_train() -> None:
             with torch.no_grad():
                 for _ in range(2 if rank == 0 else 0):
                     model(integer_batch(rank=0)[0])
-            train(3)
+            train(model, optimizer, rank, [0, 0, 0])
 
-        train(3)
+        train(model, optimizer, rank, [0, 0, 0])
         message = message_of(evaluate_and_train)
         _meet()
     return message

@@ -18,6 +18,7 @@ from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import sharded_net, train
 from tests.support.logs import logged
 from tests.support.ranks import run_ranks
+from tests.support.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +33,7 @@ def _watched(size: int = 2, **settings):
 
 def _reported(dog: layerzero.Watchdog) -> str:
     """Return the reports within 20 s beyond the limit: a busy machine delays the watchdog, too."""
-    deadline = time.monotonic() + LIMIT + 20
-    while not dog.reports and time.monotonic() < deadline:
-        time.sleep(0.05)
+    within(LIMIT + 20, lambda: bool(dog.reports))
     return "; ".join(dog.reports)
 
 
@@ -85,10 +84,9 @@ def _skips(rank: int) -> str:
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     said = _reported(dog)
-    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + 20
+    store = dist.distributed_c10d._get_default_store()
     store.add("reported", 1)
-    while store.add("reported", 0) < 4 and time.monotonic() < deadline:  # the ranks notice at different times
-        time.sleep(0.05)
+    within(20, lambda: store.add("reported", 0) == 4)  # the ranks notice at different times
     if rank == 2:
         model_ranks.all_gather_text("one")  # so that all can end
     thread.join(20)
@@ -184,9 +182,7 @@ def _fails(rank: int) -> list[str]:
     with logged() as lines:
         model, optimizer, dog = _watched()
         dog.unreported = lambda: 1 / 0
-        deadline = time.monotonic() + 10
-        while not any("has failed" in line for line in lines) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        within(10, lambda: any("has failed" in line for line in lines))
         train(model, optimizer, range(2, 3))
         dog.close()
     return lines

@@ -20,10 +20,9 @@ from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.sharding.launchers import connections_warning
-from tests.support.late_device import NAME, Device, DeviceCopies, Stream, register
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.late_device import Device, DeviceCopies, Stream, on_device
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
-from tests.support.wrapped_gloo import mesh_on
 
 
 class _Seen(Exception):
@@ -52,9 +51,7 @@ def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator
 
 @on_ranks(world_size=2)
 def test_capture_of_a_whole_step_is_refused(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed() as device:
+    with on_device() as (device, mesh):
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         device.captures = True
@@ -69,8 +66,7 @@ def test_capture_of_a_whole_step_is_refused(rank: int) -> None:
             optimizer.step()
         device.captures = False
         optimizer.zero_grad()
-        integer_loss(model, integer_batch(rank=rank)).backward()
-        optimizer.step()
+        train(model, optimizer, rank, [0])
 
 
 def test_a_device_without_graphs_captures_nothing() -> None:
@@ -81,10 +77,8 @@ def test_a_device_without_graphs_captures_nothing() -> None:
 @on_ranks(world_size=2)
 def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream(rank: int) -> None:
     """Train with a guard on a stream that is not the one on which gradients arrive."""
-    register()
-    mesh = mesh_on(NAME, 2)
     checked: list[int] = []
-    with Device().installed() as device:
+    with on_device() as (device, mesh):
 
         def check(bad: Tensor, outgoing: list[tuple[int, Tensor]]) -> None:
             checked.append(len(outgoing))
@@ -107,9 +101,7 @@ def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream(r
 
 
 def _streams(rank: int) -> int:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed() as device:
+    with on_device() as (device, mesh):
         before = len(device.streams)
         # Groups of the simulated backend have their own streams from their first collective on.
         layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, sync_module_states=False)
@@ -205,9 +197,7 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_cache: bool)
 @on_ranks(world_size=2)
 def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it(rank: int) -> None:
     """Raise in a backward while gradients are still being added on the stream of their leaves."""
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         streams = get_state(model).gradients.queue.streams
 
@@ -237,19 +227,15 @@ def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it(rank: 
 
 @on_ranks()
 def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
     for reshards, once in ((True, 2), (False, 4)):
-        with Device().installed():
+        with on_device() as (_, mesh):
             model = layerzero.shard_model(
                 integer_net(), mesh=mesh, units=IntegerNet.UNITS, reshard_after_forward=reshards
             )
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             gathered = []
             for step in range(3):
-                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train(model, optimizer, rank, [step])
                 gathered.append(layerzero.traffic(model, reset=True).calls["gather"])
             others = len(layerzero.units(model)) - once
             # The first forward pass does not know which unit is called last.
@@ -259,9 +245,7 @@ def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass(rank: 
 
 @on_ranks(world_size=2)
 def test_a_unit_that_is_called_directly_does_not_stay_gathered(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         for _ in range(3):

@@ -38,7 +38,7 @@ from layerzero.engine.handle import GatherState
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.extend import StepObserver, attach
-from tests.support.late_device import NAME, Device, Event, Stream, register
+from tests.support.late_device import NAME, Device, Event, Stream, on_device, register
 from tests.support.launches import three_steps
 from tests.support.models import (
     SideBySide,
@@ -48,6 +48,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     integer_net,
+    train,
 )
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
@@ -231,8 +232,7 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
 
 def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
     """Return the numbers of recorded events and of waits per reduction of the last of three steps."""
-    register()
-    mesh, counts = mesh_on(NAME, 2), [0, 0]
+    counts = [0, 0]
     record, wait, start = Stream.record_event, Stream.wait_event, ReductionQueue._start
     per_reduction: list[tuple[int, int]] = []
 
@@ -249,7 +249,7 @@ def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
         start(queue, *args)
         per_reduction.append((counts[0], counts[1]))
 
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = _shard(mesh)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         with (
@@ -257,10 +257,7 @@ def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
             mock.patch.object(Stream, "wait_event", waiting),
             mock.patch.object(ReductionQueue, "_start", starting),
         ):
-            for step in range(3):
-                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, rank, range(3))
     return per_reduction[-UNITS:]
 
 
@@ -276,9 +273,8 @@ def test_a_reduction_needs_few_events() -> None:
 
 @on_ranks()
 def test_each_hop_has_its_own_stream(rank: int) -> None:
-    register()
-    mesh, streams = mesh_on(NAME, 2), defaultdict(set)
-    with Device().installed() as device:
+    streams = defaultdict(set)
+    with on_device() as (device, mesh):
         model = _shard(mesh)
 
         class Recorder(StepObserver):
@@ -294,9 +290,7 @@ def test_each_hop_has_its_own_stream(rank: int) -> None:
 @on_ranks()
 def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap(rank: int) -> None:
     """The refreshes of units that a forward pass does not use are still in flight when other units are reduced."""
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = _shard(mesh)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         for step in range(6):
@@ -308,9 +302,8 @@ def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap(rank: int) ->
 @on_ranks()
 def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators(rank: int) -> None:
     """Backward passes inside no_sync leave reductions in flight. Other collectives follow on their communicators."""
-    register()
-    mesh, bf16 = mesh_on(NAME, 2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with Device().installed():
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with on_device() as (_, mesh):
         for accumulation, codec in itertools.product(("local", "sharded"), (None, layerzero.Int8Blocks())):
             model = _shard(mesh, accumulation=accumulation, mp_policy=bf16, codecs=Codecs(hop2=codec))
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -347,18 +340,15 @@ def _weights_after_no_sync(mesh: Any, rank: int, *, is_late: bool) -> dict[str, 
 
 @on_ranks()
 def test_a_step_waits_for_the_reductions_of_the_last_no_sync(rank: int) -> None:
-    register()
-    mesh, expected = mesh_on(NAME, 2), _weights_after_no_sync(mesh_of(2), rank, is_late=False)
-    with Device().installed():
+    expected = _weights_after_no_sync(mesh_of(2), rank, is_late=False)
+    with on_device() as (_, mesh):
         found = _weights_after_no_sync(mesh, rank, is_late=True)
     assert not different(found, expected)
 
 
 @on_ranks()
 def test_no_reduction_is_in_flight_when_parameters_are_frozen(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = _shard(mesh)
         with layerzero.no_sync(model):
             integer_loss(model, integer_batch(rank=rank)).backward()
@@ -400,9 +390,8 @@ def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 @on_ranks()
 def test_full_precision_waits_for_late_gathers(rank: int, zero3_size: int) -> None:
-    register()
-    mesh, expected = mesh_on(NAME, zero3_size), _outputs_in_full_precision(mesh_of(zero3_size), rank)
-    with Device().installed():
+    expected = _outputs_in_full_precision(mesh_of(zero3_size), rank)
+    with on_device(zero3_size) as (_, mesh):
         found = _outputs_in_full_precision(mesh, rank)
     assert all(map(torch.equal, found, expected)), (found, expected)
 
@@ -410,9 +399,7 @@ def test_full_precision_waits_for_late_gathers(rank: int, zero3_size: int) -> No
 @on_ranks()
 def test_a_gather_waits_for_an_earlier_collective_of_its_communicator(rank: int) -> None:
     """A collective on the backend's stream is in flight when a gather of the same communicator is launched."""
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed():
+    with on_device() as (_, mesh):
         model = _shard(mesh)
         comm = get_state(model).mesh_info.replica_comm
         for number in range(8):
@@ -484,9 +471,7 @@ def test_the_computation_does_not_wait_for_reductions_inside_no_sync(rank: int) 
 
 @on_ranks()
 def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed() as device:
+    with on_device() as (device, mesh):
         model = _shard(mesh, prefetch=2)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         mesh_info = get_state(model).mesh_info
@@ -507,10 +492,7 @@ def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
             wait(stream, event)
 
         with mock.patch.object(Stream, "record_event", recording), mock.patch.object(Stream, "wait_event", waiting):
-            for step in range(2):
-                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, rank, range(2))
             waits.clear()
             model(torch.ones(2, 5))
         units = UNITS + 1
@@ -549,11 +531,9 @@ def test_encoded_gathers_and_regathers_change_no_bit() -> None:
 @on_ranks()
 def test_scratch_memory_is_returned_in_the_next_forward_and_kept_for_reductions_of_deleted_models(rank: int) -> None:
     """A model that is deleted after a backward inside no_sync leaves memory to its reductions."""
-    register()
-    mesh = mesh_on(NAME, 2)
-    with Device().installed(), mock.patch.object(buffer_pools, "keep_until_done") as keep:
+    with on_device() as (_, mesh), mock.patch.object(buffer_pools, "keep_until_done") as keep:
         for calls_units in (False, True):
-            model = layerzero.shard_model(SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)])
+            model = _shard(mesh)
             pools = get_state(model).gradients.queue._pools
             for skipped in (0, 1, 2):
                 assert keep.call_count == 0

@@ -34,6 +34,7 @@ from tests.support.models import (
     integer_loss,
 )
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
+from tests.support.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +62,8 @@ def _launches(rank: int, zero3_size: int) -> list[Log]:
     _train(alone, exact_sgd(alone.parameters()), range(4))
     logs = []
     for mode, offload in (("sharded", False), ("full", False), ("sharded", True), ("full", True)):
-        model = layerzero.shard_model(
-            SideBySide(len(UNITS)),
-            mesh=mesh_of(zero3_size),
-            units=UNITS,
-            accumulation="full" if mode == "full" else lambda name, module: "full" if name == UNITS[1] else "sharded",
-            offload=Offload(grads=offload),
-        )
+        accumulation = "full" if mode == "full" else lambda name, _: "full" if name == UNITS[1] else "sharded"
+        model = _shard(None, zero3_size, accumulation=accumulation, offload=Offload(grads=offload))
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         launches = launches_of(model)
         with late_reductions(rank):
@@ -91,8 +87,13 @@ def test_late_threads_change_no_bit_and_each_communicator_has_one_order_on_all_r
             assert all(other[comm] == launched for other in others), comm
 
 
+def _shard(model: nn.Module | None = None, zero3_size: int = 2, **settings: Any) -> nn.Module:
+    model = SideBySide(len(UNITS)) if model is None else model
+    return layerzero.shard_model(model, mesh=mesh_of(zero3_size), units=UNITS, **settings)
+
+
 def _fails(rank: int) -> None:
-    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    model = _shard()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     add = PendingReduction.add_to
 
@@ -121,7 +122,7 @@ def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_r
 
 def _fails_between_reductions(rank: int) -> None:
     """Raise in a backward pass after it has started the reductions of some units. The next forward pass recovers."""
-    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    model = _shard()
     queue = get_state(model).gradients.queue
 
     def fail(gradient: Tensor) -> None:
@@ -146,7 +147,7 @@ def test_no_reduction_of_a_failed_backward_is_in_flight_after_the_recovery(share
 
 def _fails_alone(rank: int) -> str:
     """Fail on rank 0 in the addition after hop 1 of a unit; no other hop 2 may be matched to that unit."""
-    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    model = _shard()
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
     add = PendingReduction.add_to
 
@@ -190,7 +191,7 @@ def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_fi
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for mode, offload in itertools.product(("full", "sharded"), (False, True)):
         settings = {"accumulation": mode, "offload": Offload(grads=offload)}
-        model = layerzero.shard_model(_Reentrant(len(UNITS)), mesh=mesh_of(2), units=UNITS, **settings)
+        model = _shard(_Reentrant(len(UNITS)), **settings)
         with late_reductions(rank), late_threads(0.02):
             integer_loss(model, integer_batch(rank=rank)).backward()
         assert not different(full_gradients(model), expected), settings
@@ -199,7 +200,7 @@ def test_a_gradient_that_arrives_in_parts_waits_for_the_late_reduction_of_the_fi
 @on_ranks(world_size=4, shared_memory="off")
 def test_late_threads_need_no_more_memory_than_predicted(rank: int) -> None:
     """The host waits for the oldest reduction, so that late threads do not need more memory than predicted."""
-    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    model = _shard()
     scratch = get_state(model).pools.scratch
     for step in range(2):
         with late_threads(0.02):
@@ -253,7 +254,7 @@ def _threads() -> list[threading.Thread]:
 
 def _ends(rank: int, shared_memory: str | None) -> None:
     before = len(_threads())
-    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    model = _shard()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with torch.no_grad():
         model(integer_batch(step=0, rank=rank)[0])
@@ -266,10 +267,7 @@ def _ends(rank: int, shared_memory: str | None) -> None:
         "layerzero control",
     } | of_weights
     del model, optimizer
-    deadline = time.monotonic() + 30
-    while len(_threads()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(_threads()) == before, "they end with it"
+    assert within(30, lambda: len(_threads()) == before), "they end with it"
 
 
 @BOTH

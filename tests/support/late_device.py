@@ -345,6 +345,15 @@ def register() -> None:
     wrapped_gloo.register(_Group)
 
 
+@contextmanager
+def on_device(zero3_size: int = 2, timeout: timedelta | None = None) -> Iterator[tuple[Device, Any]]:
+    """Make layerzero treat the CPU as a device; return the device and a mesh of all ranks on it."""
+    register()
+    mesh = wrapped_gloo.mesh_on(NAME, zero3_size, timeout)
+    with Device().installed() as device:
+        yield device, mesh
+
+
 class _Work(dist.Work):
     """Collective in the group's thread, or on the current stream; `wait` makes the current stream wait."""
 

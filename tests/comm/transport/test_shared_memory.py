@@ -41,6 +41,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
+from tests.support.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -221,10 +222,7 @@ def test_models_that_go_leave_no_mapping_and_no_file(rank: int) -> None:
             assert held() >= (1, 1), "the test sees what it counts"
             del optimizer
         del model
-        deadline = time.monotonic() + 20  # the refresh of the step may keep it until it completes
-        while held() != (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert held() == (0, 0), index
+        assert within(20, lambda: held() == (0, 0)), index  # the refresh of the step may keep it until it completes
 
 
 def _train(model: nn.Module, rank: int) -> None:
