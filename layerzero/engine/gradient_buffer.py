@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import PendingReduction
@@ -18,6 +17,7 @@ from layerzero.device.accumulate import accumulate_parts
 from layerzero.engine.gradient_storage import GradientStorage
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
+from layerzero.utils.torch_compat import foreach_copy_
 
 __all__ = ["GradientBuffer", "SlotState"]
 
@@ -110,7 +110,7 @@ class GradientBuffer:
             else:
                 self.add(slot, gradient, scale)
         if copied:
-            torch._foreach_copy_([parts[slot] for slot in copied], list(copied.values()))
+            foreach_copy_([parts[slot] for slot in copied], list(copied.values()))
             for slot in copied:
                 self._states[slot] = SlotState.WRITTEN
 
