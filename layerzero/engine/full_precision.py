@@ -55,11 +55,6 @@ class FullPrecision:
         """Number of bytes currently allocated."""
         return self._full.untyped_storage().nbytes() + self._leaves.nbytes
 
-    @property
-    def edited(self) -> bool:
-        """True if a forward pass has changed a parameter since the last call to :meth:`free`."""
-        return self._leaves.version != self._version
-
     @torch.no_grad()
     def gather(self) -> Waitable | None:
         """Allocate the full buffer and launch the first all-gather, which writes to the full buffer.
@@ -96,8 +91,12 @@ class FullPrecision:
         """Fill the parameters that have separate memory."""
         self._leaves.fill(self._storages)
 
-    def free(self) -> None:
-        """Free the full buffer and the parameters that have separate memory."""
-        self._version = self._leaves.version
+    def free(self) -> bool:
+        """Free the full buffer and the parameters that have separate memory.
+
+        Return True if a forward pass has changed a parameter since the last call.
+        """
+        previous, self._version = self._version, self._leaves.version
         self._leaves.free(self._storages)
         self._storages.free(self._full.untyped_storage())
+        return self._version != previous

@@ -246,8 +246,9 @@ class Handle:
         if self.state is GatherState.SHARDED:
             return
         self.wait()
-        edited = self.weights.edited or self.source.edited
-        self.source.free()
+        edited = self.source.free()
+        if self.in_full_precision:
+            edited |= self.weights.edited
         self._set_state(GatherState.SHARDED)
         if edited:
             self.weights.free()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,12 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
-from layerzero.utils.torch_compat import SELECTIVE_CHECKPOINT_MODES, disable_dispatch_modes, dispatch_modes
+from layerzero.utils.torch_compat import (
+    SELECTIVE_CHECKPOINT_MODES,
+    disable_dispatch_modes,
+    dispatch_modes,
+    num_dispatch_modes,
+)
 
 __all__ = [
     "close_hooks",
@@ -50,7 +54,6 @@ __all__ = [
     "register_hooks",
 ]
 
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 
@@ -335,33 +338,36 @@ class _Hook:
         )
 
 
-def _outside_selective_checkpoints() -> AbstractContextManager[Any]:
-    """Return a context in which a selective activation checkpoint neither stores nor replaces results of operators.
+def _in_selective_checkpoint() -> bool:
+    """Return whether a selective activation checkpoint stores or replaces the results of operators.
 
-    The checkpoint would otherwise skip gathers and other operators of the engine when it recomputes a forward pass.
+    The checkpoint would skip gathers and other operators of the engine when it recomputes a forward pass. Hooks
+    therefore run without dispatch modes.
     """
-    if any(isinstance(mode, SELECTIVE_CHECKPOINT_MODES) for mode in dispatch_modes()):
-        return disable_dispatch_modes()
-    return _NO_CONTEXT
+    return num_dispatch_modes() > 0 and any(isinstance(mode, SELECTIVE_CHECKPOINT_MODES) for mode in dispatch_modes())
 
 
 def _pre_forward(lz_state: LayerZeroState, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    with _outside_selective_checkpoints():
-        views = lz_state.status.active_views
-        if ParamView.UNSHARDED in views:
-            require_no_grad(unit.label)
-            require_unsharded(unit.label, unit.members(), lz_state.status.unsharded)
-            return unit.cast_inputs(args, kwargs, unsharded=True)
-        if ParamView.FULL_PRECISION in views:
-            require_no_grad(unit.label, ParamView.FULL_PRECISION)
-        return lz_state.scheduler.pre_forward(unit, args, kwargs)
+    if _in_selective_checkpoint():
+        with disable_dispatch_modes():
+            return _pre_forward(lz_state, unit, args, kwargs)
+    views = lz_state.status.active_views
+    if ParamView.UNSHARDED in views:
+        require_no_grad(unit.label)
+        require_unsharded(unit.label, unit.members(), lz_state.status.unsharded)
+        return unit.cast_inputs(args, kwargs, unsharded=True)
+    if ParamView.FULL_PRECISION in views:
+        require_no_grad(unit.label, ParamView.FULL_PRECISION)
+    return lz_state.scheduler.pre_forward(unit, args, kwargs)
 
 
 def _post_forward(lz_state: LayerZeroState, unit: Unit, output: Any) -> Any:
-    with _outside_selective_checkpoints():
-        if ParamView.UNSHARDED in lz_state.status.active_views:
-            return unit.cast_output(output, unsharded=True)
-        return lz_state.scheduler.post_forward(unit, output)
+    if _in_selective_checkpoint():
+        with disable_dispatch_modes():
+            return _post_forward(lz_state, unit, output)
+    if ParamView.UNSHARDED in lz_state.status.active_views:
+        return unit.cast_output(output, unsharded=True)
+    return lz_state.scheduler.post_forward(unit, output)
 
 
 # torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.

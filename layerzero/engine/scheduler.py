@@ -189,23 +189,10 @@ class Scheduler(Closable):
     # Forward
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
-        if self._forward is None or interrupted:
-            self.recover_interrupted_pass()
-        call = UnitCall(unit, around=tuple(self._running))
-        self._running.append(call)  # append first: post_forward runs even if this method raises
-        require_no_transform(unit.label)
-        if self._forward is None and not in_backward():
-            self._begin_forward(unit)
+        call = self._begin_call(unit)
         self._gather(unit)
         if self._forward is not None:
-            self._forward.record_call(unit)
-            self._gradients.queue.record_unit_call()
-            self._free_still_gathered(self._forward, unit.mesh_info, unless=unit)
-            recorded = self._forward.next_units(self._config.prefetch, unit.mesh_info)
-            for next_unit in self.prefetched_forward.get(unit, recorded):
-                self._forward.prefetched.add(next_unit)
-                self._gather(next_unit)
+            self._prefetch_after(self._forward, unit)
         self.wait(unit)
         unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs)
@@ -223,28 +210,50 @@ class Scheduler(Closable):
         self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
-        forward, is_idle = self._forward, self._is_idle(unit)
-        is_entry = forward is not None and forward.entry_unit is unit and not self._is_running(unit)
-        stays = torch.is_grad_enabled() and self._stays_gathered(unit)
+        is_idle, stays = self._is_idle(unit), torch.is_grad_enabled() and self._stays_gathered(unit)
         if is_idle:
             unit.show_sharded()
         try:
             output, awaits_backward = self._prepare_output(call, output, stays=stays)
-        except BaseException:
-            if forward is not None and is_entry:  # torch does not call a hook again that has raised
-                self._end_forward(forward, awaits_backward=False)
+        except BaseException:  # torch does not call a hook again that has raised
+            self._end_forward(unit, awaits_backward=False)
             raise
-        if forward is not None and awaits_backward:
-            call.record_return(forward)
-            unit.keep_post_forward(forward)
+        if awaits_backward and self._forward is not None:
+            call.record_return(self._forward)
+            unit.keep_post_forward(self._forward)
         if is_idle and not in_backward() and not (awaits_backward and stays):
-            if forward is not None and forward.next_units(1, unit.mesh_info) == [unit]:
-                forward.still_gathered[unit.mesh_info] = unit
-            else:
-                unit.reshard()
-        if forward is not None and is_entry:
-            self._end_forward(forward, awaits_backward=awaits_backward)
+            self._free_after_forward(unit)
+        self._end_forward(unit, awaits_backward=awaits_backward)
         return output
+
+    def _begin_call(self, unit: Unit) -> UnitCall:
+        """Begin a call of a unit, and a forward pass if the call is the outermost one outside of backward passes."""
+        if self._forward is None or (self._is_running(unit) and not is_recursive_call(unit.modules)):
+            self.recover_interrupted_pass()
+        call = UnitCall(unit, around=tuple(self._running))
+        self._running.append(call)  # append first: post_forward runs even if the rest of this method raises
+        require_no_transform(unit.label)
+        if self._forward is None and not in_backward():
+            self._begin_forward(unit)
+        return call
+
+    def _prefetch_after(self, forward: ForwardPass, unit: Unit) -> None:
+        """Record the call of a unit whose gather was launched, and launch the gathers of the next units."""
+        forward.record_call(unit)
+        self._gradients.queue.record_unit_call()
+        self._free_still_gathered(forward, unit.mesh_info, unless=unit)
+        recorded = forward.next_units(self._config.prefetch, unit.mesh_info)
+        for next_unit in self.prefetched_forward.get(unit, recorded):
+            forward.prefetched.add(next_unit)
+            self._gather(next_unit)
+
+    def _free_after_forward(self, unit: Unit) -> None:
+        """Free a unit whose forward pass has returned, unless the next call is expected to be of the same unit."""
+        forward = self._forward
+        if forward is not None and forward.next_units(1, unit.mesh_info) == [unit]:
+            forward.still_gathered[unit.mesh_info] = unit
+        else:
+            unit.reshard()
 
     def _prepare_output(self, call: UnitCall, output: Any, *, stays: bool) -> tuple[Any, bool]:
         """Return the output as the caller receives it, and whether it requires a gradient.
@@ -311,21 +320,25 @@ class Scheduler(Closable):
         if unit is not None and unit is not unless and self._is_idle(unit):
             unit.reshard()
 
-    def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
+    def _end_forward(self, unit: Unit, *, awaits_backward: bool) -> None:
+        """End the forward pass if `unit`, whose call has returned, is its outermost unit."""
+        forward = self._forward
+        if forward is None or forward.entry_unit is not unit or self._is_running(unit):
+            return
         self._forward = None
-        self._last_calls[forward.entry_unit] = forward.called
+        self._last_calls[unit] = forward.called
         for mesh in self._orders:
             self._free_still_gathered(forward, mesh)
         # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
-        for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
-            if self._is_idle(unit) and unit not in self._ahead:
-                unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
+        for each in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
+            if self._is_idle(each) and each not in self._ahead:
+                each.release() if torch.is_grad_enabled() and not awaits_backward else each.reshard()
 
     def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
-        inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        inputs = [t for t in iter_tensors((*args, *kwargs.values())) if t.requires_grad and t.grad_fn is not None]
         if len(inputs) == 1:
-            inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
+            _add_hook(inputs[0], self.post_backward, call)
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
@@ -349,11 +362,11 @@ class Scheduler(Closable):
             outputs += latest.values()
         outputs += results
         for tensor in outputs:
-            tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
+            _add_hook(tensor, self.pre_backward, call)
             # If the caller changes a view in place, autograd gives the view another node, without the hook above. The
             # backward pass then reaches the node of the base.
             if tensor._base is not None and _is_computed_in(tensor._base, call):
-                tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))  # type: ignore[no-untyped-call]
+                _add_hook(tensor._base, self._pre_backward_of_base, call)
         return output, bool(outputs)
 
     def _stored_results(self, call: UnitCall, *, in_objects: bool) -> list[Tensor]:
@@ -407,13 +420,9 @@ class Scheduler(Closable):
         use = GatheredUse(units, forward if torch.is_grad_enabled() else None)
         self._uses.append(use)
         try:
-            for unit in units:
-                self._gather(unit)
-            for unit in units:
-                self.wait(unit)
-                unit.show_gathered()
-                for handle in unit.handles:
-                    handle.used_in_context = True
+            self._gather_and_show(units)
+            for handle in (each for unit in units for each in unit.handles):
+                handle.used_in_context = True
             with self._saved_tensors_hooks(use):
                 yield
         except BaseException:
@@ -483,9 +492,12 @@ class Scheduler(Closable):
             return
         backward.uses[use] = None
         use.awaits_backward = False
-        for unit in use.units:
+        self._gather_and_show(use.units)
+
+    def _gather_and_show(self, units: Sequence[Unit]) -> None:
+        for unit in units:
             self._gather(unit)
-        for unit in use.units:
+        for unit in units:
             self.wait(unit)
             unit.show_gathered()
 
@@ -501,6 +513,8 @@ class Scheduler(Closable):
 
     def _gather(self, unit: Unit) -> None:
         sharded_handles = [handle for handle in unit.handles if handle.state is GatherState.SHARDED]
+        if not sharded_handles:
+            return
         if any(handle.in_full_precision for handle in sharded_handles):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
         if any(handle.weights.needs_gather and not handle.in_full_precision for handle in sharded_handles):
@@ -810,6 +824,11 @@ def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
         return () if len(value) > _MOST_RESULTS else value.values() if isinstance(value, dict) else value
     return (value,)
+
+
+def _add_hook(tensor: Tensor, method: Callable[[UnitCall, Tensor], object], call: UnitCall) -> None:
+    """Call `method` with `call` and the gradient of a tensor when this gradient is computed."""
+    tensor.register_hook(functools.partial(method, call))  # type: ignore[no-untyped-call]
 
 
 def _is_computed_in(tensor: Tensor, call: UnitCall) -> bool:

@@ -197,7 +197,9 @@ class Unit:
             unsharded: True if the forward pass uses unsharded parameters, which have the dtypes of the masters.
         """
         dtype = (self._unsharded_casts if unsharded else self._casts).inputs
-        return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+        if dtype is None:
+            return args, kwargs
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
 
     def cast_output(self, output: Any, *, unsharded: bool = False) -> Any:
         """Cast the output of a forward pass to the policy's dtype, unless the parameters have a wider one."""

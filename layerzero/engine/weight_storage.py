@@ -259,11 +259,15 @@ class WeightStorage:
         """True if a gathered parameter was changed in place since the last call to :meth:`free`."""
         return self.params.version != self._version
 
-    def free(self) -> None:
-        """Free the full buffer. The next gather refills the storage of views that autograd has saved."""
-        self._version = self.params.version
+    def free(self) -> bool:
+        """Free the full buffer. The next gather refills the storage of views that autograd has saved.
+
+        Return True if a gathered parameter was changed in place since the last call.
+        """
+        previous, self._version = self._version, self.params.version
         self.params.free(self.pool)
         self.buffer.free()
+        return self._version != previous
 
     @property
     def gathered_bytes(self) -> int:

@@ -83,6 +83,7 @@ __all__ = [
     "launches_of",
     "make_subclass",
     "module_call_code",
+    "num_dispatch_modes",
     "preserve_version_counter",
     "queue_callback",
     "saved_tensor_hooks",
@@ -116,6 +117,7 @@ functorch_interpreter: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 tracing_state: Callable[[], Any] = _C._get_tracing_state
 dispatch_mode: Callable[[Any], Any] = _C._get_dispatch_mode
 PROXY_MODE: Any = _C._TorchDispatchModeKey.PROXY
+num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack  # `dispatch_modes` takes longer
 SELECTIVE_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 can_move_data: Any = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
 has_storage: Callable[[Tensor], bool] = _C._has_storage
