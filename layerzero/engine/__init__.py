@@ -8,6 +8,7 @@ The files are listed in reading order. Each file imports only files that appear 
 - `micro_batches`: logs a message if a loop reduces gradients in each micro-batch
 - `model_status`: contexts that replace the parameters of a model; checks, before each pass, that the model may run it
 - `weight_refresh`: `WeightRefresher`, `RefreshRound`: decide when masters are copied to compute weights
+- `side_results`: results of a forward pass that are not in its output, and the latest nodes of its graph
 - `passes`: `ForwardPass`, `BackwardPass`, `UnitCall`: one object per active pass, and the order of calls
 - `unit`: `Unit`: modules and handles that are gathered together; installs their parameters and casts their inputs
 - `gather_order`: `GatherOrderCheck`: checks that all ranks of a ZeRO-3 group gather the same units in the same order

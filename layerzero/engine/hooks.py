@@ -35,7 +35,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, require_no_grad, require_unsharded
 from layerzero.engine.state import LayerZeroState
-from layerzero.engine.unit import Unit
+from layerzero.engine.unit import Unit, split_at_units
 from layerzero.utils.torch_compat import (
     SELECTIVE_CHECKPOINT_MODES,
     disable_dispatch_modes,
@@ -236,26 +236,25 @@ def owning_units(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         ValueError: all parameters of `module` are in units nested in it.
     """
     require_not_closed(module)
-    units_by_state: dict[LayerZeroState, set[Unit]] = {}
-    pending, has_inner_units, has_own_params = [module], False, False
-    while pending:
-        submodule = pending.pop()
-        for parameter in submodule._parameters.values():
-            has_own_params |= parameter is not None
-            leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
-            for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
-                if isinstance(hook, _GradientHook) and (lz_state := hook.weak_state()) is not None:
-                    units_by_state.setdefault(lz_state, set()).add(hook.unit)
-        for child in submodule._modules.values():
-            is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
-            has_inner_units |= is_unit
-            pending += [] if child is None or is_unit else [child]
-    if has_inner_units and not has_own_params:
+    own_modules, inner_units = split_at_units([module], _is_hooked)
+    parameters = [each for own in own_modules for each in own._parameters.values() if each is not None]
+    if inner_units and not parameters:
         raise ValueError(
             f"all parameters of this {type(module).__name__} are in units inside it, which are gathered one by one. "
             "Pass a unit, or a module inside a unit"
         )
+    units_by_state: dict[LayerZeroState, set[Unit]] = {}
+    for parameter in parameters:
+        leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
+        for hook in post_accumulate_grad_hooks(leaf):
+            if isinstance(hook, _GradientHook) and (lz_state := hook.weak_state()) is not None:
+                units_by_state.setdefault(lz_state, set()).add(hook.unit)
     return {lz_state: [unit for unit in lz_state.units if unit in units] for lz_state, units in units_by_state.items()}
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Return whether `module` is a sharded model or a unit of one."""
+    return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
 
 
 class _GradientHook:

@@ -139,22 +139,30 @@ class HyperparameterCheck(StepObserver):
 
 def _describe_settings(optimizers_by_rank: Mapping[int, list[Settings]]) -> str:
     """Return a phrase with the settings that differ between ranks, and their values."""
-    values_by_setting: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, optimizers in optimizers_by_rank.items():
-        for index, groups in enumerate(optimizers):
-            for number, group in enumerate(groups):
-                for name, value in group:
-                    values_by_setting[index, number, name][json.dumps(value)].append(rank)
-    classes = {key[0]: values for key, values in values_by_setting.items() if key[2] == "class" and len(values) > 1}
-    several = len({index for index, _, name in values_by_setting if not name.startswith(_DIVISOR)}) > 1
+    settings = _ranks_by_value(optimizers_by_rank)
+    several = len({index for index, _, name in settings if not name.startswith(_DIVISOR)}) > 1
+    classes = {key[0]: values for key, values in settings.items() if key[2] == "class" and len(values) > 1}
     lines = [
         f"the class of {f'optimizer {index}' if several else 'the optimizer'} is {format_values(values)}"
         for index, values in classes.items()
     ]
-    for (index, number, name), values in values_by_setting.items():
+    for (index, number, name), values in settings.items():
         differ = len(values) > 1 or sum(map(len, values.values())) < len(optimizers_by_rank)
         if differ and index not in classes and name != "class":
             optimizer = f" of optimizer {index}" if several else ""
             label = name if name.startswith(_DIVISOR) else f"{name!r} of parameter group {number}{optimizer}"
             lines.append(f"{label} is {format_values(values)}")
     return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
+
+
+def _ranks_by_value(
+    optimizers_by_rank: Mapping[int, list[Settings]],
+) -> dict[tuple[int, int, str], dict[str, list[int]]]:
+    """Return the ranks by value of each setting. Keys are the index of the optimizer, of the group, and the name."""
+    settings: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, optimizers in optimizers_by_rank.items():
+        for index, groups in enumerate(optimizers):
+            for number, group in enumerate(groups):
+                for name, value in group:
+                    settings[index, number, name][json.dumps(value)].append(rank)
+    return settings

@@ -7,7 +7,7 @@ optimizer. If a parameter were added later, each rank would silently train its o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -78,7 +78,6 @@ class StructureCheck:
         self._absent = [name for _, name in missing]
 
     def _check_structure(self) -> None:
-        added, frozen = [], []
         modules = dict(self._live_model.named_modules())
         ids = {id(module._parameters) for module in modules.values()}
         for member in self._sharded.values():
@@ -86,6 +85,22 @@ class StructureCheck:
                 current = parameters.get(attribute)
                 if id(parameters) in ids and current is not member.sharded and current is not member.gathered:
                     raise replaced_param_error(member)
+        added = dict(self._added_params(modules))
+        if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
+            raise RuntimeError(
+                f"{_format_names(trained)} joined the model after shard_model. Gradients would not be averaged over "
+                "the ranks, and no sharded optimizer would update the parameters. Add modules and parameters before "
+                "shard_model (in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
+                "requires_grad_(False)"
+            )
+        self._added_frozen_params = [*added.values()]
+
+    def _added_params(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that joined the model after sharding, except those that another sharded model manages.
+
+        Raises:
+            RuntimeError: one of them was tied to a sharded parameter.
+        """
         for name, module in modules.items():
             for attribute, parameter in module._parameters.items():
                 ref = (id(module._parameters), attribute)
@@ -97,20 +112,8 @@ class StructureCheck:
                         f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be "
                         "gathered in that module. Tie parameters before shard_model"
                     )
-                if isinstance(parameter, RowShardedTensor):  # a parameter of another sharded model, which manages it
-                    continue
-                if parameter.requires_grad:
-                    added.append(full_name)
-                else:
-                    frozen.append(parameter)
-        if added:
-            raise RuntimeError(
-                f"{_format_names(added)} joined the model after shard_model. Gradients would not be averaged over the "
-                "ranks, and no sharded optimizer would update the parameters. Add modules and parameters before "
-                "shard_model (in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
-                "requires_grad_(False)"
-            )
-        self._added_frozen_params = frozen
+                if not isinstance(parameter, RowShardedTensor):
+                    yield full_name, parameter
 
 
 def replaced_param_error(member: ManagedParam) -> RuntimeError:

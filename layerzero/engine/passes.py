@@ -74,19 +74,21 @@ class UnitCall:
         calls of common units count; see [Note: Reductions on several meshes] in reduction_queue.py.
         """
         forward, next_call = self.forward_pass, self.next_call
-        for position, units in () if forward is None else forward.uses:
-            if self._position < position and (next_call is None or position <= next_call._position):
-                assert forward is not None
+        if forward is None:
+            return
+        last_use = len(forward.returned) if next_call is None else next_call._position
+        for position, units in forward.uses:
+            if self._position < position <= last_use:
                 for unit in units:
                     if not forward.is_still_needed(unit, calls=self._position + 1, uses=self._position):
                         yield from unit.handles
-        if next_call is not None:
-            for call in (next_call, *next_call.callers):
-                if call is not self and call not in self.callers and call.is_last_in_backward:
-                    yield from call.unit.handles
-        elif forward is not None:
+        if next_call is None:
             for unit in forward.uncalled_units:
                 yield from unit.handles
+            return
+        for call in (next_call, *next_call.callers):
+            if call is not self and call not in self.callers and call.is_last_in_backward:
+                yield from call.unit.handles
 
     @property
     def is_last_in_backward(self) -> bool:

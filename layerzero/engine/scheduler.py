@@ -19,15 +19,6 @@ with the enclosing backward pass. In a reentrant checkpoint, this is a nested ba
 Gradients of the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units
 and of tied weights that use the unit's weights.
 
-[Note: Side results]
-A forward may compute results that it does not return, such as an auxiliary loss that it stores in an attribute. If the
-nodes of such a result are later than those of the outputs, a backward pass runs them before the hooks of the outputs
-have gathered the unit. Therefore the outputs are then replaced by tensors with the same memory, whose nodes are the
-latest of the call. (They are not views. An in-place operation of the caller on a view would drop the hooks.) Results in
-attributes of the unit's modules get the hooks, too. A forward whose only result is an iterator or a function raises an
-error. In other cases in which the loss depends on no tensor that has a hook, a parameter gets its gradient before the
-unit is gathered. This raises an error, too, unless autograd has already read the freed weights.
-
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
 calls. A backward pass prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the
@@ -52,7 +43,7 @@ from inspect import isroutine
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.failure_report import CollectiveError
@@ -68,9 +59,10 @@ from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus, ParamView, require_no_grad
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
 from layerzero.engine.resources import ModelPools
+from layerzero.engine.side_results import SideResults, is_computed_in, with_latest_nodes
 from layerzero.engine.unit import Unit, make_gather_order_checks
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.utils.pytree import iter_tensors, map_tensors
+from layerzero.utils.pytree import iter_tensors
 from layerzero.utils.torch_compat import (
     autograd_sequence_number,
     current_graph_task,
@@ -79,11 +71,6 @@ from layerzero.utils.torch_compat import (
 )
 
 __all__ = ["Scheduler"]
-
-# Every forward pass searches attributes of these classes. To search others would take longer than a small unit.
-_RESULTS, _NOT_RESULTS = {Tensor, list, tuple, dict}, {"_parameters", "_modules"}
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MOST_RESULTS = 256  # number of items of an attribute that every forward pass searches
 
 
 class Scheduler(Closable):
@@ -134,7 +121,7 @@ class Scheduler(Closable):
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self._attributes: dict[Unit, _Attributes] = {}  # of the modules of a unit and inside of it
+        self._side_results = SideResults(self._units)
         self._running: list[UnitCall] = []  # calls to units in progress, outermost first
         self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
         self._forward: ForwardPass | None = None
@@ -204,9 +191,10 @@ class Scheduler(Closable):
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
         """Finish the forward pass of a unit. `output` is None if the forward pass raised."""
-        call = next((call for call in reversed(self._running) if call.unit is unit), None)
-        if call is None:  # pre_forward raised before it appended the call
+        calls = [call for call in self._running if call.unit is unit]
+        if not calls:  # pre_forward raised before it appended the call
             return output
+        call = calls[-1]
         self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
@@ -277,7 +265,7 @@ class Scheduler(Closable):
 
     def _is_running(self, unit: Unit) -> bool:
         """Return whether a forward pass of the unit is in progress."""
-        return any(call.unit is unit for call in self._running)
+        return unit in [call.unit for call in self._running]
 
     def is_held(self, unit: Unit) -> bool:
         """Return whether a :func:`layerzero.gathered` context for the unit is active."""
@@ -345,63 +333,24 @@ class Scheduler(Closable):
     def _hook_outputs(self, call: UnitCall, output: Any) -> tuple[Any, bool]:
         """Register hooks that gather the unit when the backward pass reaches this call.
 
-        Return the output, and whether an output requires a gradient. See [Note: Side results].
+        Return the output, and whether an output requires a gradient. See [Note: Side results] in side_results.py.
         """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
-        results = self._stored_results(call, in_objects=not outputs)
+        results = self._side_results.find(call, in_objects=not outputs)
         if call.unit.needs_gather and not (outputs or results) and (isroutine(output) or isinstance(output, Iterator)):
             raise RuntimeError(
                 f"the forward of unit {call.unit.label!r} returned only a {type(output).__name__}, inside which "
                 "layerzero finds no tensors, so that a backward would read freed weights. Return the result in a "
                 "tensor, tuple, list, dict or dataclass, or call the unit in torch.no_grad()"
             )
-        nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
-        if nodes and max(*nodes, call.first_node - 1) + 1 < autograd_sequence_number():
-            latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]
-            output = map_tensors(output, lambda tensor: latest.get(id(tensor), tensor))
-            outputs += latest.values()
-        outputs += results
-        for tensor in outputs:
+        output, latest = with_latest_nodes(call, output, outputs)
+        for tensor in (*outputs, *latest, *results):
             _add_hook(tensor, self.pre_backward, call)
             # If the caller changes a view in place, autograd gives the view another node, without the hook above. The
             # backward pass then reaches the node of the base.
-            if tensor._base is not None and _is_computed_in(tensor._base, call):
+            if tensor._base is not None and is_computed_in(tensor._base, call):
                 _add_hook(tensor._base, self._pre_backward_of_base, call)
-        return output, bool(outputs)
-
-    def _stored_results(self, call: UnitCall, *, in_objects: bool) -> list[Tensor]:
-        """Return the tensors with a graph that a call has stored in attributes of the unit's modules.
-
-        Args:
-            in_objects: if True, search all objects in attributes. If False, search only short lists, tuples and dicts
-                in the modules outside of nested units, and only if the unit's weights are freed before the backward
-                pass, because every forward pass searches.
-        """
-        unit = call.unit
-        if autograd_sequence_number() == call.first_node:
-            return []
-        if in_objects:
-            tables = (vars(each) for module in unit.modules for each in module.modules())
-            found = [value for table in tables for value in table.values()]
-            return [each for each in iter_tensors(found) if each.requires_grad and _is_computed_in(each, call)]
-        if not unit.needs_gather:
-            return []
-        if unit not in self._attributes:
-            self._attributes[unit] = _Attributes(self._modules_outside_nested_units(unit))
-        return [
-            each
-            for each in self._attributes[unit].items()
-            if isinstance(each, Tensor) and each.requires_grad and _is_computed_in(each, call)
-        ]
-
-    def _modules_outside_nested_units(self, unit: Unit) -> list[nn.Module]:
-        others = {module for each in self._units if each is not unit for module in each.modules}
-        modules, found = list(unit.modules), []
-        while modules:
-            module = modules.pop()
-            found.append(module)
-            modules += [child for child in module.children() if child not in others]
-        return found
+        return output, bool(outputs or results)
 
     # Weights outside of forwards
 
@@ -783,71 +732,6 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
 
-class _Attributes:
-    """Attributes of modules in which a forward pass may store results.
-
-    A module of a class of torch stores nothing itself. If it has only the attributes of its class at the first search,
-    it is searched only when it has got more, for instance from a hook.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
-        self._counts = [len(vars(module)) if _stores_nothing(module) else -1 for module in modules]
-
-    def items(self) -> list[Any]:
-        """Return the values of attributes, and the items of short lists, tuples and dicts."""
-        found: list[Any] = []
-        for reference, count in zip(self._modules, self._counts, strict=True):
-            if (module := reference()) is None or len(table := vars(module)) == count:
-                continue
-            for name, value in table.items():
-                if value.__class__ in _RESULTS and name not in _NOT_RESULTS:
-                    found += _items(value)
-        return found
-
-
-def _stores_nothing(module: nn.Module) -> bool:
-    """Return whether a module of a class of torch has only the attributes of this class, and none for tensors."""
-    kind = type(module)
-    if not kind.__module__.startswith("torch.nn.modules."):
-        return False
-    declared = (vars(each).get(name, ()) for each in kind.__mro__ for name in ("__constants__", "__annotations__"))
-    if not vars(module).keys() <= _OF_EVERY_MODULE.union(*declared):  # the user may set another attribute again
-        return False
-    names = vars(module).keys() - _NOT_RESULTS - {"_buffers"}
-    found = [value for name in names if (value := vars(module)[name]).__class__ in _RESULTS]
-    return all(isinstance(value, tuple) and not any(isinstance(each, Tensor) for each in value) for value in found)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    """Return a value itself, or the items of a short list, tuple or dict."""
-    if isinstance(value, (list, tuple, dict)):
-        return () if len(value) > _MOST_RESULTS else value.values() if isinstance(value, dict) else value
-    return (value,)
-
-
 def _add_hook(tensor: Tensor, method: Callable[[UnitCall, Tensor], object], call: UnitCall) -> None:
     """Call `method` with `call` and the gradient of a tensor when this gradient is computed."""
     tensor.register_hook(functools.partial(method, call))  # type: ignore[no-untyped-call]
-
-
-def _is_computed_in(tensor: Tensor, call: UnitCall) -> bool:
-    """Return whether the forward pass of a call has computed the tensor, with a graph."""
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= call.first_node
-
-
-class _LatestNode(torch.autograd.Function):
-    """Identity function, whose result shares memory with its input but is not a view of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-def _can_have_latest_node(tensor: Tensor) -> bool:
-    """Return False for leaf tensors, and for sparse and nested tensors."""
-    return tensor.grad_fn is not None and tensor.layout is torch.strided

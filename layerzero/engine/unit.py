@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from layerzero.engine.resources import MeshResources
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
 from layerzero.utils.torch_compat import has_storage
 
-__all__ = ["Unit", "make_gather_order_checks"]
+__all__ = ["Unit", "make_gather_order_checks", "split_at_units"]
 
 
 class Casts(NamedTuple):
@@ -238,6 +238,18 @@ class Unit:
     def show_sharded(self) -> None:
         for parameters, attribute, member in self._module_refs:
             parameters[attribute] = member.sharded
+
+
+def split_at_units(
+    modules: Iterable[nn.Module], is_unit: Callable[[nn.Module], bool]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return `modules` with the modules inside them, without nested units, and the nested units."""
+    pending, outside, nested = list(modules), list[nn.Module](), list[nn.Module]()
+    while pending:
+        outside.append(pending.pop())
+        for child in outside[-1].children():
+            (nested if is_unit(child) else pending).append(child)
+    return outside, nested
 
 
 def make_gather_order_checks(

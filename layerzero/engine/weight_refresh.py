@@ -49,7 +49,7 @@ class WeightRefresher:
     ) -> None:
         self.deferred = False
         self._uses = uses
-        self._precedes_forward = True  # before the first forward pass, no rank reads weights that other ranks write
+        self._precedes_forward = True  # the first forward pass compares edits also on ranks that have made none
         self._steps = 0  # number of optimizer steps since the last forward pass
         # Number of steps in the last interval between two forward passes that contained a step.
         self._expected_steps = 1
@@ -107,13 +107,12 @@ class WeightRefresher:
         """
         self.require_no_active_use("optimizer.step()")
         self._steps += 1
-        for handle in self._handles:
-            read_by_peers = handle.weights.peers_read_master and handle.may_be_updated
-            if read_by_peers or handle.weights.refresher is not None:
-                handle.weights.finish_refresh()  # an in-flight refresh may read the masters
-            if read_by_peers:
-                handle.tracker.prepare_write()
         updated = [handle for handle in self._handles if handle.may_be_updated]
+        for handle in updated:
+            if handle.weights.peers_read_master or handle.weights.refresher is not None:
+                handle.weights.finish_refresh()  # an in-flight refresh may read the masters
+            if handle.weights.peers_read_master:
+                handle.tracker.prepare_write()
         later, done = self.deferred or self._steps < self._expected_steps, False
         refresh = None if later else self._new_round(updated, outside_step=False)
         try:
@@ -132,28 +131,29 @@ class WeightRefresher:
                     handle.defer_refresh()
 
     def _new_round(self, handles: Sequence[Handle], *, outside_step: bool) -> RefreshRound:
-        waits, observers = not self._precedes_forward, self._model_ranks.mesh_info.counters.observers
-        return RefreshRound(handles, self._transports, observers, waits=waits, outside_step=outside_step)
-
-    def launch_due(self) -> None:
-        """Launch the refreshes of masters that steps or the user have changed. Raise if the user's changes differ."""
-        edited = [handle for handle in self._handles if handle.edited]
-        if edited:
-            self._require_equal_edits("refresh of parameters that were changed outside optimizer.step()", edited)
-        self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
+        observers = self._model_ranks.mesh_info.counters.observers
+        return RefreshRound(handles, self._transports, observers, outside_step=outside_step)
 
     def pre_forward(self) -> None:
         """Launch all pending refreshes before a forward pass."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
-        if self._precedes_forward:
-            edited = [handle for handle in self._handles if handle.edited]
-            self._require_equal_edits("first forward, in which ranks compare changes of parameters", edited)
-            self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
-            self._precedes_forward = False
-            for handle in self._handles:
-                handle.guard_master_writes()
-        else:
+        if not self._precedes_forward:
             self.launch_due()
+            return
+        self._launch_due("first forward, in which ranks compare changes of parameters", always_compares=True)
+        self._precedes_forward = False
+        for handle in self._handles:
+            handle.guard_master_writes()
+
+    def launch_due(self) -> None:
+        """Launch the refreshes of masters that steps or the user have changed. Raise if the user's changes differ."""
+        self._launch_due("refresh of parameters that were changed outside optimizer.step()")
+
+    def _launch_due(self, subject: str, *, always_compares: bool = False) -> None:
+        edited = [handle for handle in self._handles if handle.edited]
+        if edited or always_compares:
+            self._require_equal_edits(subject, edited)
+        self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
 
     def _require_equal_edits(self, subject: str, edited: Sequence[Handle]) -> None:
         groups: dict[str, dict[str, object]] = {}
@@ -177,7 +177,6 @@ class RefreshRound:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
         observers: observers of the model.
-        waits: True if the round must wait for peers that may still read the weights.
         outside_step: as in :meth:`WeightRefresher.launch`.
 
     Attributes:
@@ -190,14 +189,12 @@ class RefreshRound:
         transports: Sequence[Transport],
         observers: Observers,
         *,
-        waits: bool,
         outside_step: bool,
     ) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._transports = transports if handles else ()
         self._observers = observers
-        self._waits = waits
         self._outside_step = outside_step
 
     def launch(self, ready: Collection[Handle]) -> None:
@@ -206,8 +203,8 @@ class RefreshRound:
             self.left = deque(self._handles)
             for handle in self._handles:
                 handle.reshard()
-            for transport in self._transports if self._waits else ():
-                transport.begin_write()
+            for transport in self._transports:
+                transport.begin_write()  # peers may still read the weights
         while self.left and self.left[0] in ready:
             self.left.popleft().launch_refresh(outside_step=self._outside_step)
 
