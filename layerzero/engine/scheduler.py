@@ -490,12 +490,14 @@ class Scheduler(Closable):
         backward.active_calls[call] = None
         self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
-        self._reduce_before(backward, call)
+        if unit.is_common:
+            self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
             if caller not in backward.gathered_calls:
-                if len(self._orders) > 1:  # only then may ranks differ in the first call that the pass reaches
-                    self._reduce_before(backward, caller)
+                # Only with several meshes may ranks differ in the first call that the pass reaches.
+                if len(self._orders) > 1 and caller.unit.is_common:
+                    self._reduce_ended(backward, caller.ended_handles(), called=caller.next_call is not None)
                 backward.gathered_calls.add(caller)
                 self._gather(caller.unit)
         backward.gathered_calls.add(call)
@@ -518,11 +520,6 @@ class Scheduler(Closable):
         """Gather the unit when the backward pass reaches the base of an output, unless an output was reached before."""
         if call not in self._enter_backward(f"unit {call.unit.name!r}").active_calls:
             self.pre_backward(call, gradient)
-
-    def _reduce_before(self, backward: BackwardPass, call: UnitCall) -> None:
-        """Launch the reductions of handles that receive no more gradients once the backward pass reaches a call."""
-        if call.unit.is_common:
-            self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
 
     def _reduce_ended(
         self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool, is_common: bool = True
