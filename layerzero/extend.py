@@ -92,7 +92,7 @@ from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, o
 from layerzero.estimates.scratch_buffers import scratch_of
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.flat_layout import FlatLayout, Slot
-from layerzero.layout.shard_grid import Extent
+from layerzero.layout.shard_grid import Extent, overlap
 from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
 from layerzero.optimizers.optimizer_state import shorten_names
@@ -216,6 +216,7 @@ __all__ = [
     "nonfinite_names",
     "optimizer_bytes",
     "original_dtypes",
+    "overlap",
     "parameters_text",
     "plain_access",
     "plan_unit",

@@ -26,13 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.extend import (
+    Collective,
     Handle,
     LayerZeroState,
     ManagedParam,
     ParamView,
     PendingCollective,
     Slot,
+    all_gather,
     get_state,
+    overlap,
     refuse_rank_local,
     require_equal,
 )
@@ -231,7 +234,7 @@ class _Entry:
     def launch(self) -> tuple[Tensor, PendingCollective | None]:
         """Launch the gather of a sharded parameter, or copy a tensor that is not sharded by layerzero."""
         if self.handle is not None and self.slot is not None:
-            return self.handle.weights.launch_slot_gather(self.slot)
+            return launch_slot_gather(self.handle, self.slot)
         if isinstance(self.value, DTensor):  # a DTensor of another framework, whose ranks all call this method
             value: Any = self.value.detach()
             return value.full_tensor(), None
@@ -246,6 +249,41 @@ class _Entry:
         spec = self.param.spec
         part = gathered.resize_(spec.shape)  # a view would keep the memory when the stream empties it
         return part if spec.model_parallel is None else spec.model_parallel.gather_global(part)
+
+
+@torch.no_grad()
+def launch_slot_gather(handle: Handle, slot: Slot) -> tuple[Tensor, PendingCollective | None]:
+    """Launch the gather of one slot of a handle into new memory, in any state of the full buffer.
+
+    All ranks of the ZeRO-3 group must call this function, after ``finish_refresh(of_peers=True)``. Ranks that share
+    memory copy the slot without a collective.
+
+    Returns:
+        The slot's elements, 1-D [slot.numel], compute dtype, and the collective that fills them. The collective is
+        None if no wait is needed.
+    """
+    weights, mesh_info = handle.weights, handle.mesh_info
+    full = torch.empty(slot.numel, dtype=handle.precision.compute, device=mesh_info.device)
+    if weights.buffer.read_by_peers:
+        return full.copy_(weights.full_buffer[slot.offset : slot.end]), None
+    size = mesh_info.zero3_size
+    shard = weights.zero3_shard if weights.host_shard is None else weights.host_shard.read_on_host()
+    overlaps = [overlap(slot, handle.layout.zero3_range(rank, size)) for rank in range(size)]
+    own_overlap = overlaps[mesh_info.grid.zero3_rank]
+    own_part = full[own_overlap.of_slot].copy_(shard[own_overlap.of_range])
+    if size == 1 or not slot.numel:
+        return full, None
+    parts = [each.of_slot.stop - each.of_slot.start for each in overlaps]
+    # With `only_reads_shard`, gloo writes the parts in place, without a buffer of its own.
+    return full, all_gather(
+        mesh_info.zero3_gather_comm,
+        Collective.UNSHARD,
+        full,
+        own_part,
+        name=slot.name,
+        only_reads_shard=True,
+        parts=None if len(set(parts)) == 1 else parts,
+    )
 
 
 def _check_bucket(bucket_bytes: int) -> None:

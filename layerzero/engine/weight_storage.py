@@ -33,7 +33,7 @@ from layerzero.device.streams import Waitable
 from layerzero.dtensor.gather_extension import ExtendedGather, GatherExtension
 from layerzero.engine.gathered_params import GatheredParams
 from layerzero.engine.resources import MeshResources
-from layerzero.layout.flat_layout import FlatLayout, Slot
+from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, overlap
 
 __all__ = ["WeightStorage"]
@@ -197,42 +197,6 @@ class WeightStorage:
         )
         pending.wait()
         self.master = self._new_master().copy_(all_masters[own_slice])
-
-    @torch.no_grad()
-    def launch_slot_gather(self, slot: Slot) -> tuple[Tensor, PendingCollective | None]:
-        """Launch the gather of one slot into new memory, in any state of the full buffer.
-
-        All ranks of the ZeRO-3 group must call this method, after ``finish_refresh(of_peers=True)``. Ranks that share
-        memory copy the slot without a collective.
-
-        Returns:
-            The slot's elements, 1-D [slot.numel], compute dtype, and the collective that fills them. The collective is
-            None if no wait is needed.
-        """
-        full = torch.empty(slot.numel, dtype=self.precision.compute, device=self.mesh_info.device)
-        if self.buffer.read_by_peers:
-            return full.copy_(self.full_buffer[slot.offset : slot.end]), None
-        size, shard = self.mesh_info.zero3_size, self.zero3_shard
-        if self.host_shard is not None:
-            shard = self.host_shard.read_on_host()
-        overlaps = [overlap(slot, self.layout.zero3_range(rank, size)) for rank in range(size)]
-        own_overlap = overlaps[self.mesh_info.grid.zero3_rank]
-        own_part = full[own_overlap.of_slot].copy_(shard[own_overlap.of_range])
-        if size == 1 or not slot.numel:
-            return full, None
-        parts = [each.of_slot.stop - each.of_slot.start for each in overlaps]
-        is_even = len(set(parts)) == 1
-        comm = self.mesh_info.zero3_gather_comm
-        # With `only_reads_shard`, gloo writes the parts in place, without a buffer of its own.
-        return full, all_gather(
-            comm,
-            Collective.UNSHARD,
-            full,
-            own_part,
-            name=slot.name,
-            only_reads_shard=True,
-            parts=None if is_even else parts,
-        )
 
     # Gather and reshard
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import get_state
+from layerzero.weight_stream import launch_slot_gather
 from tests.support.graphs import WIDTH, batch, blocks, sgd, shard, train_step
 from tests.support.models import (
     IntegerNet,
@@ -159,15 +160,15 @@ def test_weights_are_read_when_the_refresh_of_all_ranks_has_landed(rank: int) ->
 def test_a_parameter_is_gathered_when_the_refresh_of_all_ranks_has_landed(rank: int) -> None:
     """Publish the weights of rank 1 late. Both ranks gather the new weights."""
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
-    weights = get_state(model).handles[0].weights
+    handle = get_state(model).handles[0]
     if rank == 1:
-        _publish_late(weights, 1.0)
+        _publish_late(handle.weights, 1.0)
     dist.barrier()
     layerzero.refresh(model)
     if rank == 0:
         time.sleep(LATE / 3)
-    weights.finish_refresh(of_peers=True)
-    full, _ = weights.launch_slot_gather(weights.layout.slots[0])
+    handle.weights.finish_refresh(of_peers=True)
+    full, _ = launch_slot_gather(handle, handle.layout.slots[0])
     dist.barrier()
     assert full.eq(1).all()
 
