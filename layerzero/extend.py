@@ -81,11 +81,11 @@ from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.dtensor.stale_parameter import current
-from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, active_view
+from layerzero.engine.module_buffers import original_dtypes
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes, predicted_traffic

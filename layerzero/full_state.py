@@ -17,11 +17,11 @@ from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import find_local_shard, plain
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
-from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, active_view
+from layerzero.engine.module_buffers import in_original_dtype, original_dtypes
 from layerzero.engine.state import LayerZeroState
 from layerzero.utils.bit_sums import digest
 

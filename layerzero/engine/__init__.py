@@ -14,7 +14,7 @@ The files are listed in reading order. Each file imports only files that appear 
 - `gather_order`: `GatherOrderCheck`: checks that all ranks of a ZeRO-3 group gather the same units in the same order
 - `module_checks`: `StructureCheck`: checks that modules and parameters did not change after `shard_model`
 - `call_context`: runs hooks around methods, detects recursive calls and running backward passes, refuses transforms
-- `buffers`: module buffers that `buffer_dtype` has cast, and their dtypes in state dicts
+- `module_buffers`: module buffers that `buffer_dtype` has cast, and their dtypes in state dicts
 - `gradient_reducer`: `GradientReducer`: reduces the gradients of the full model and publishes them as ``.grad``
 - `used_params`: `UsedParamMap`: finds the parameters that any rank has used in a backward pass
 - `hyperparameter_check`: compares learning rates and other optimizer settings between ranks

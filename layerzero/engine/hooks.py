@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -64,8 +64,12 @@ def register_hooks(lz_state: LayerZeroState) -> None:
     for unit in lz_state.units:
         # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
-            module.register_forward_pre_hook(_PreForwardHook(lz_state, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_PostForwardHook(lz_state, unit), always_call=True)
+            before, after = (
+                _PreForwardHook(lz_state, unit, _pre_forward),
+                _PostForwardHook(lz_state, unit, _post_forward),
+            )
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _GradientHook(lz_state, unit, handle, slot)
@@ -290,10 +294,15 @@ class _Hook:
     """Module hook with a reference to the state.
 
     Copying the hook raises an error, because a copied model would use the storage of the original.
+
+    Args:
+        run: function that the hook calls. torch.compile may compile a unit's forward method, but must not trace this
+            function, which runs collectives and has state.
     """
 
-    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
+    def __init__(self, lz_state: LayerZeroState, unit: Unit, run: Callable[..., Any]) -> None:
         self.unit = unit
+        self._run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
         self._weak = weakref.ref(lz_state)
         self._kept = lz_state if unit is lz_state.units[0] else None  # see [Note: References between model and state]
         self.closed = False
@@ -369,24 +378,13 @@ def _post_forward(lz_state: LayerZeroState, unit: Unit, output: Any) -> Any:
     return lz_state.scheduler.post_forward(unit, output)
 
 
-# torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
-
-
 class _PreForwardHook(_Hook):
-    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
-        super().__init__(lz_state, unit)
-        self._run = torch.compiler.disable(_pre_forward)  # type: ignore[no-untyped-call]
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         changed: tuple[Any, Any] = self._run(self.lz_state, self.unit, args, kwargs)
         return changed
 
 
 class _PostForwardHook(_Hook):
-    def __init__(self, lz_state: LayerZeroState, unit: Unit) -> None:
-        super().__init__(lz_state, unit)
-        self._run = torch.compiler.disable(_post_forward)  # type: ignore[no-untyped-call]
-
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         lz_state = self._weak()
         if self.closed or lz_state is None or lz_state.closed:  # the pre-hook has raised

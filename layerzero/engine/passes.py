@@ -227,7 +227,7 @@ class BackwardPass:
     """State of one backward pass.
 
     Attributes:
-        requires_gradient_sync: True if the pass reduces gradients over all ranks: outside no_sync and with
+        reduces: True if the pass reduces gradients over all ranks: outside no_sync and with
             `requires_all_reduce`.
         task: id of the autograd graph task of this pass.
         nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
@@ -239,7 +239,7 @@ class BackwardPass:
     """
 
     def __init__(self, *, reduces: bool, task: int) -> None:
-        self.requires_gradient_sync = reduces
+        self.reduces = reduces
         self.task = task
         self.nested: dict[int, list[UnitCall]] = {}
         self.completed_handles: dict[Handle, None] = {}

@@ -178,8 +178,8 @@ class Scheduler(Closable):
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = self._begin_call(unit)
         self._gather(unit)
-        if self._forward is not None:
-            self._prefetch_after(self._forward, unit)
+        for next_unit in () if self._forward is None else self._record_call(self._forward, unit):
+            self._gather(next_unit)
         self.wait(unit)
         unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs)
@@ -225,15 +225,15 @@ class Scheduler(Closable):
             self._begin_forward(unit)
         return call
 
-    def _prefetch_after(self, forward: ForwardPass, unit: Unit) -> None:
-        """Record the call of a unit whose gather was launched, and launch the gathers of the next units."""
+    def _record_call(self, forward: ForwardPass, unit: Unit) -> Sequence[Unit]:
+        """Record the call of a unit whose gather was launched, and return the units to prefetch."""
         forward.record_call(unit)
         self._gradients.queue.record_unit_call()
         self._free_still_gathered(forward, unit.mesh_info, unless=unit)
         recorded = forward.next_units(self._config.prefetch, unit.mesh_info)
-        for next_unit in self.prefetched_forward.get(unit, recorded):
-            forward.prefetched.add(next_unit)
-            self._gather(next_unit)
+        next_units = self.prefetched_forward.get(unit, recorded)
+        forward.prefetched.update(next_units)
+        return next_units
 
     def _free_after_forward(self, unit: Unit) -> None:
         """Free a unit whose forward pass has returned, unless the next call is expected to be of the same unit."""
@@ -539,7 +539,7 @@ class Scheduler(Closable):
                 handle.await_remaining_gradients()
                 if gradients.all_arrived and called:
                     backward.completed_handles[handle] = None
-        queue, across_replicas = self._gradients.queue, backward.requires_gradient_sync
+        queue, across_replicas = self._gradients.queue, backward.reduces
         if is_common:
             queue.start_ready(across_replicas=across_replicas)
         else:
@@ -552,7 +552,7 @@ class Scheduler(Closable):
                 if handle.gradients.arrived:
                     backward.completed_handles[handle] = None
                 handle.gradients.await_only(())
-        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
+        self._gradients.queue.start_ready(across_replicas=backward.reduces)
 
     def _prefetch_before(self, call: UnitCall) -> None:
         recorded = call.preceding_calls(self._config.prefetch)
@@ -674,9 +674,9 @@ class Scheduler(Closable):
         for unit in self._units:
             if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
                 unit.drop_post_forward(finished) if self.is_held(unit) else unit.end_backward(finished)
-        self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
+        self._gradients.finish(list(backward.completed_handles), reduces=backward.reduces)
         self._backward = None
-        if backward.requires_gradient_sync:
+        if backward.reduces:
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import GATHERS, gather_name
 from layerzero.device.buffer_pools import UnitFootprint
-from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.module_buffers import CastBuffer
 from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.resources import MeshResources
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors

@@ -21,9 +21,9 @@ from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension, h
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.stale_parameter import make_stale
-from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.gathered_params import is_row_major
 from layerzero.engine.handle import Handle
+from layerzero.engine.module_buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.rank_traits import RankTraits
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
