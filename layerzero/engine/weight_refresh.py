@@ -49,7 +49,7 @@ class WeightRefresher:
     ) -> None:
         self.deferred = False
         self._uses = uses
-        self._precedes_forward = True  # the first forward pass compares edits also on ranks that have made none
+        self._precedes_forward = True  # before the first forward pass, no rank reads weights that other ranks write
         self._steps = 0  # number of optimizer steps since the last forward pass
         # Number of steps in the last interval between two forward passes that contained a step.
         self._expected_steps = 1
@@ -131,8 +131,8 @@ class WeightRefresher:
                     handle.defer_refresh()
 
     def _new_round(self, handles: Sequence[Handle], *, outside_step: bool) -> RefreshRound:
-        observers = self._model_ranks.mesh_info.counters.observers
-        return RefreshRound(handles, self._transports, observers, outside_step=outside_step)
+        waits, observers = not self._precedes_forward, self._model_ranks.mesh_info.counters.observers
+        return RefreshRound(handles, self._transports, observers, waits=waits, outside_step=outside_step)
 
     def pre_forward(self) -> None:
         """Launch all pending refreshes before a forward pass."""
@@ -177,6 +177,7 @@ class RefreshRound:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
         observers: observers of the model.
+        waits: True if the round must wait for peers that may still read the weights.
         outside_step: as in :meth:`WeightRefresher.launch`.
 
     Attributes:
@@ -189,12 +190,14 @@ class RefreshRound:
         transports: Sequence[Transport],
         observers: Observers,
         *,
+        waits: bool,
         outside_step: bool,
     ) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._transports = transports if handles else ()
         self._observers = observers
+        self._waits = waits
         self._outside_step = outside_step
 
     def launch(self, ready: Collection[Handle]) -> None:
@@ -203,8 +206,8 @@ class RefreshRound:
             self.left = deque(self._handles)
             for handle in self._handles:
                 handle.reshard()
-            for transport in self._transports:
-                transport.begin_write()  # peers may still read the weights
+            for transport in self._transports if self._waits else ():
+                transport.begin_write()
         while self.left and self.left[0] in ready:
             self.left.popleft().launch_refresh(outside_step=self._outside_step)
 
