@@ -60,24 +60,21 @@ _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of al
 def register_hooks(lz_state: LayerZeroState) -> None:
     """Register the hooks through which the modules and parameters of a model call its state."""
     _ALL_STATES.add(lz_state)
-    lz_state.model.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)  # type: ignore[no-untyped-call]
+    lz_state.model.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
     for unit in lz_state.units:
         # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
-            before, after = (
-                _PreForwardHook(lz_state, unit, _pre_forward),
-                _PostForwardHook(lz_state, unit, _post_forward),
-            )
+            before = _PreForwardHook(lz_state, unit, _pre_forward)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            after = _PostForwardHook(lz_state, unit, _post_forward)
             module.register_forward_hook(after, always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _GradientHook(lz_state, unit, handle, slot)
                 requires_grad = member.gathered.requires_grad
-                member.gathered.requires_grad_(
-                    True
-                )  # otherwise torch rejects the hook; a frozen parameter may be unfrozen later
-                member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                # Otherwise torch rejects the hook. A frozen parameter may be unfrozen later.
+                member.gathered.requires_grad_(True)
+                member.gathered.register_post_accumulate_grad_hook(hook)
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
                     member.gathered.offer_main_grad(hook.main_grad)
@@ -302,7 +299,7 @@ class _Hook:
 
     def __init__(self, lz_state: LayerZeroState, unit: Unit, run: Callable[..., Any]) -> None:
         self.unit = unit
-        self._run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(run)
         self._weak = weakref.ref(lz_state)
         self._kept = lz_state if unit is lz_state.units[0] else None  # see [Note: References between model and state]
         self.closed = False

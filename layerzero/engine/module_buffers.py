@@ -82,7 +82,7 @@ def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
             dtypes.setdefault(module, {})[buffer.name] = buffer.dtype
     for module, module_dtypes in dtypes.items():
         hook = partial(_cast_back, module_dtypes)
-        module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(hook)
 
 
 def _cast_back(

@@ -326,7 +326,7 @@ class Scheduler(Closable):
         # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
         inputs = [t for t in iter_tensors((*args, *kwargs.values())) if t.requires_grad and t.grad_fn is not None]
         if len(inputs) == 1:
-            _add_hook(inputs[0], self.post_backward, call)
+            inputs[0].register_hook(functools.partial(self.post_backward, call))
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
@@ -345,11 +345,11 @@ class Scheduler(Closable):
             )
         output, latest = with_latest_nodes(call, output, outputs)
         for tensor in (*outputs, *latest, *results):
-            _add_hook(tensor, self.pre_backward, call)
+            tensor.register_hook(functools.partial(self.pre_backward, call))
             # If the caller changes a view in place, autograd gives the view another node, without the hook above. The
             # backward pass then reaches the node of the base.
             if tensor._base is not None and is_computed_in(tensor._base, call):
-                _add_hook(tensor._base, self._pre_backward_of_base, call)
+                tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))
         return output, bool(outputs or results)
 
     # Weights outside of forwards
@@ -727,8 +727,3 @@ class Scheduler(Closable):
             self._gradients.join_backward()
         elif self._gradients.complete():
             self._gradients.run_hooks()
-
-
-def _add_hook(tensor: Tensor, method: Callable[[UnitCall, Tensor], object], call: UnitCall) -> None:
-    """Call `method` with `call` and the gradient of a tensor when this gradient is computed."""
-    tensor.register_hook(functools.partial(method, call))  # type: ignore[no-untyped-call]

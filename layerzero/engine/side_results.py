@@ -127,7 +127,7 @@ def with_latest_nodes(call: UnitCall, output: Any, outputs: Sequence[Tensor]) ->
     nodes = [tensor.grad_fn._sequence_nr() for tensor in outputs if tensor.grad_fn is not None]
     if not nodes or max(*nodes, call.first_node - 1) + 1 >= autograd_sequence_number():
         return output, []
-    latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}
+    latest = {id(tensor): _LatestNode.apply(tensor) for tensor in outputs if _can_have_latest_node(tensor)}  # type: ignore[no-untyped-call]
     return map_tensors(output, lambda tensor: latest.get(id(tensor), tensor)), [*latest.values()]
 
 
