@@ -226,6 +226,20 @@ def test_what_an_optimizer_counts_is_counted_once_a_step() -> None:
         kinds_that_need_full_params(optimizer, CPU)
 
 
+class ObjectsOfLarge(LayerwiseScaling):
+    """Keeps an object for each large parameter, as packages that quantize state from some size on."""
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        if parameter.numel() >= 4096:
+            self.state[parameter]["codes"] = object()
+        return super().norm(parameter)
+
+
+def test_state_of_large_parameters_that_cannot_be_saved_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot be saved: 'codes' in .* shape \[256, 129\] contains a object"):
+        kinds_that_need_full_params(build(ObjectsOfLarge), CPU)
+
+
 class OnlyMatrices(LayerwiseScaling):
     def norm(self, parameter: Tensor) -> Tensor:
         return torch.linalg.matrix_norm(parameter.grad, "nuc")
