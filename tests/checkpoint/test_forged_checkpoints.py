@@ -76,6 +76,7 @@ HOSTILE: dict[str, Change] = {
     "array": _extra({"$ndarray": "nothing"}),
     "float": _extra({"$float": "x"}),
     "bytes": _extra({"$bytes": "€"}),
+    "bytes with a space": _extra({"$bytes": "YWI= "}),
     "dtype": _extra({"$dtype": "load"}),
     "unhashable": _extra({"$dict": [[[], 1]]}),
     "unpaired": _extra({"$dict": [[1]]}),
