@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import layerzero
@@ -72,6 +73,10 @@ def test_clones_of_weights_and_gradients_have_full_tensors(rank: int) -> None:
         for name, (weight, gradient) in kept.items():
             assert torch.equal(weight.full_tensor(), weights[name]), name
             assert torch.equal(gradient.full_tensor(), gradients[name]), name
+            replicated = [Replicate()] * weight.device_mesh.ndim
+            assert torch.equal(weight.redistribute(placements=replicated).to_local(), weights[name]), name
+            same_mesh = gradient.redistribute(gradient.device_mesh, replicated)
+            assert torch.equal(same_mesh.to_local(), gradients[name]), name
             weight.zero_()  # has memory of its own
         assert any(not torch.equal(changed[name], weights[name]) for name in weights)
         assert all(torch.equal(value, changed[name]) for name, value in full_parameters(model).items())
