@@ -192,7 +192,11 @@ def test_what_was_zeroed_or_only_looked_at_does_not_count(rank: int) -> None:
 
 
 def look_at_main_grad(module: nn.Module, _: object) -> None:
-    assert module.weight.main_grad.shape == module.weight.shape
+    main_grad = module.weight.main_grad
+    assert main_grad.shape == module.weight.shape
+    module.weight.main_grad = main_grad  # Megatron's linear layers do this
+    with pytest.raises(AttributeError, match="cannot be replaced"):
+        module.weight.main_grad = torch.zeros_like(module.weight)
 
 
 @on_ranks(world_size=WORLD)
