@@ -129,12 +129,13 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @on_ranks()
 def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(rank: int, size: int) -> None:
-    model = layerzero.shard_model(Normed(), mesh=mesh_of(size))
+    model, same = (layerzero.shard_model(Normed(), mesh=mesh_of(size)) for _ in range(2))
     with torch.no_grad():
         for name, function in MIXED.items():
             with pytest.raises(NotImplementedError, match="is not supported for parameter 'p'"):
                 pytest.fail(f"{name} gives {function(model.p, model.q)}")
             function(model.p, model.p)
+            function(model.p, same.p)
         with pytest.raises(NotImplementedError, match=r"parameter 'linear\."):
             pytest.fail(f"{model.linear.weight}")
         together = torch.cat([model.p.to_local().flatten(), model.q.to_local().flatten()])
