@@ -118,6 +118,12 @@ def test_a_router_on_the_mesh_of_its_experts_is_refused(rank: int) -> None:
     frozen = made()
     frozen[0].router.requires_grad_(False)
     layerzero.shard_model(frozen, mesh=mesh_of, units=[Experts])
+    # Meshes of the same ranks differ by their ZeRO-3 sizes.
+    sizes = {"": 1, "0": 4, "1": 1}
+    meshes = {name: layerzero.init_mesh(size) for name, size in sizes.items()}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = layerzero.shard_model(model, mesh=lambda name, module: meshes[name], units=["0", "1"])
+    assert {unit.name: unit.mesh_info.zero3_size for unit in get_state(model).units} == sizes
 
 
 STEPS = [("all", "none"), ("none", "all"), ("reversed", "none", "first", "none"), ("none",), ("last", "all")]
