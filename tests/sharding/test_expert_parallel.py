@@ -306,6 +306,7 @@ def test_users_see_all_experts(rank: int) -> None:
         lambda: layerzero.full_state_dict(model),
         lambda: layerzero.load_full_state_dict(model, alone.state_dict()),
         lambda: layerzero.checkpoint.save("/nowhere", model, optimizer),
+        layerzero.unsharded(model, rank0_only=True).__enter__,
     ):
         with pytest.raises(ValueError) as error:
             ask()
