@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import layerzero
 from layerzero.comm.collectives import Collective
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.config import Precision
@@ -168,6 +169,22 @@ def _reduced(gradient: float, spec: ReductionSpec, grid: ShardGrid, *, adds: boo
 def _root_of_ranks(data_parallel: int, zero3_size: int) -> float:
     """Return the largest divisor of gradients before the backend adds them."""
     return max(2.0 ** math.ceil(math.log2(n) / 2) for n in (zero3_size, data_parallel // zero3_size))
+
+
+def test_an_encoded_hop_2_is_added_by_the_rank_on_every_backend() -> None:
+    codec = layerzero.Int4Blocks()
+    for zero3_size, adds in itertools.product((1, 2), (False, True)):
+        spec = ReductionSpec.plan(
+            grids(4, zero3_size)[0],
+            MIXED,
+            accumulation="local",
+            divide_factor=4,
+            adds_hop1=True,
+            adds_hop2=adds,
+            hop2_codec=codec,
+        )
+        assert spec.stages[-1].codec is codec
+        assert spec.incoming_dtype is MIXED.compute, "gradients wait for their message as they were computed"
 
 
 @pytest.mark.parametrize("wires", WIRES)
