@@ -19,6 +19,7 @@ import layerzero
 from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
+from tests.support.models import update
 from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
@@ -222,8 +223,7 @@ def _states(rank: int, folder: Path) -> None:
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     assert [p.numel() for p in model.parameters()].count(WIDTH * WIDTH) == 4
     one_pass(model, rank, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     state = layerzero.full_state_dict(model, rank0_only=False)
     assert {type(value) for value in state.values()} == {Tensor}
     layerzero.checkpoint.save(folder / "saved", model, optimizer)
@@ -258,8 +258,7 @@ def test_what_it_takes_and_sends_is_counted(rank: int) -> None:
             layerzero.traffic(model, reset=True)
             for step in range(3):
                 one_pass(model, rank, step)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             memory, traffic = layerzero.memory(model), layerzero.traffic(model)
             measured = {kind: size for kind, size in memory.measured.items() if size and kind != "optimizer"}
             assert {kind: size for kind, size in memory.predicted.items() if size} == measured, (size, sharing)
@@ -285,8 +284,7 @@ def test_it_follows_steps_edits_and_modes_of_torch(rank: int) -> None:
         output = model(batch(rank, 0))
         assert torch.equal(output, seen)
         output.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert not torch.equal(model(batch(rank, 0)), seen)
         one_pass(model, rank, 0)
         optimizer.zero_grad()
@@ -302,8 +300,7 @@ def test_it_follows_steps_edits_and_modes_of_torch(rank: int) -> None:
         optimizer = layerzero.shard_optimizer(sgd(model), model)
         output = model(batch(rank, 0))  # its graph has saved no other weight
         output.sum().backward(retain_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
 

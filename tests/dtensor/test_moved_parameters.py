@@ -23,6 +23,7 @@ from tests.support.models import (
     in_lockstep,
     integer_net,
     train,
+    update,
 )
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
@@ -67,8 +68,7 @@ def test_clones_of_weights_and_gradients_have_full_tensors(rank: int) -> None:
         backward(model, rank)
         weights, gradients = full_parameters(model), full_gradients(model)
         kept = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         changed = full_parameters(model)
         for name, (weight, gradient) in kept.items():
             assert torch.equal(weight.full_tensor(), weights[name]), name

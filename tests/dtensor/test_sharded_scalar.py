@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, freeze, sgd, shard
-from tests.support.models import full_gradients, full_parameters
+from tests.support.models import full_gradients, full_parameters, update, whole
 from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 pytestmark = pytest.mark.slow
@@ -94,8 +94,8 @@ def test_numbers_compute_in_low_precision_beside_fp32_masters(rank: int) -> None
     optimizer.step()
     optimizer_alone.step()
     assert model.logit_scale.dtype == torch.float32
-    for name, whole in full_parameters(model).items():
-        torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=2e-2, atol=2e-2)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, alone.get_parameter(name).detach(), rtol=2e-2, atol=2e-2)
 
 
 def _torchs_clip(model: nn.Module, max_norm: float, norm_type: float, foreach: bool | None = None) -> Tensor:
@@ -117,8 +117,7 @@ def test_numbers_count_once_in_the_norm_of_all_gradients(rank: int) -> None:
             model = shard(copy.deepcopy(alone).requires_grad_())
             model(batch(rank, 0)).sum().backward()
             norm = clip(model, 0.5, norm_type)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+            torch.testing.assert_close(whole(norm).double(), expected, rtol=1e-5, atol=0)
             for name, gradient in full_gradients(model).items():
                 torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-5, atol=1e-12)
 
@@ -241,15 +240,14 @@ def _trained(size: int, seed: int = 0, make: Any = _adam) -> tuple[nn.Module, Op
 def _steps(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model(batch(0, step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     for name, values in optimizer.state_dict_by_name()["state"].items():
         for key, value in values.items():
-            found[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+            found[f"{name}.{key}"] = whole(value)
     return found
 
 
@@ -381,8 +379,8 @@ def test_a_loss_scaler_unscales_numbers(rank: int) -> None:
         scaler.unscale_(each)
         scaler.step(each)
         scaler.update()
-    for name, whole in full_parameters(model).items():
-        torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=1e-9, atol=0)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, alone.get_parameter(name).detach(), rtol=1e-9, atol=0)
 
 
 @on_ranks(world_size=WORLD)

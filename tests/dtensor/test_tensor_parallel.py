@@ -37,6 +37,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     union,
+    update,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -112,9 +113,7 @@ def train(model: nn.Module, mesh: DeviceMesh, steps: range) -> None:
             assert layerzero.clip_grad_norm_(model, 1e9, norm) == nn.utils.clip_grad_norm_(
                 alone.parameters(), 1e9, norm
             )
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         assert not different(full_parameters(model), dict(alone.named_parameters())), step
 
 
@@ -148,8 +147,7 @@ def shard(mesh: DeviceMesh, size: int, seed: int = 0, **settings: Any) -> tuple[
 
 def one_step(model: nn.Module, optimizer: Any, rank: int, step: int = 0) -> None:
     integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 @torch.enable_grad()
@@ -158,8 +156,7 @@ def _alone(steps: int, ranks: int = 2) -> Net:
     exact = exact_sgd(alone.parameters())
     for step in range(steps):
         integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(ranks)])).backward()
-        exact.step()
-        exact.zero_grad()
+        update(exact)
     return alone
 
 
@@ -270,8 +267,7 @@ def test_a_scaler_and_a_guard_skip_on_all_ranks(rank: int) -> None:
         integer_loss(model, integer_batch(rank=place)).backward()
         if overflows:
             spoil()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert bool(different(full_parameters(model), before)) is not overflows
     assert guard.skipped == 1
 
@@ -307,8 +303,7 @@ def _loads(rank: int, folder: Path, tp: int, size: int) -> None:
         if len(ranks) == 1:
             batch = union([integer_batch(step=1, rank=r) for r in range(2)])
         integer_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert not different(full_parameters(model), _alone(2).state_dict()), path
         if path == "ours":
             assert extra["rank"] == (rank if world == 4 else None)
@@ -404,9 +399,7 @@ def _sequence_parallel(rank: int) -> None:
         alone(tokens.flatten(0, 1)).square().mean().backward()
         norm = layerzero.clip_grad_norm_(model, 0.05)
         torch.testing.assert_close(norm.double(), nn.utils.clip_grad_norm_(alone.parameters(), 0.05), rtol=1e-5, atol=0)
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         for name, parameter in alone.named_parameters():
             ours = model.get_parameter(name).detach().full_tensor()
             torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-8, msg=name)

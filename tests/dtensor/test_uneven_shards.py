@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from tests.support.models import different, exact_sgd, full_gradients, full_parameters
+from tests.support.models import different, exact_sgd, full_gradients, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # Shapes of parameters by case, each cut along a dim, or plain.
@@ -63,9 +63,7 @@ def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str
         assert [p.grad is None for p in model.parameters()] == [grad is None for grad in expected.values()], without
         expected = {name: grad for name, grad in expected.items() if grad is not None}
         assert not different(full_gradients(model), expected), (step, without)
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         assert not different(full_parameters(model), dict(alone.named_parameters())), (step, without)
     ema = layerzero.EMA(model)
     assert list(ema.state_dict()["averages"]) == names

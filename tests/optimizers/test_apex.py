@@ -33,6 +33,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     integer_net,
+    update,
 )
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
@@ -99,12 +100,7 @@ def _follows_torch(rank: int, elementwise: bool | None) -> None:
                 assert lacks_rows_at_the_end(model)
                 alone = theirs(net.parameters())
                 optimizer = layerzero.shard_optimizer(ours(model.parameters()), model, elementwise=elementwise)
-                for step in range(3):
-                    backward(model, rank, step)
-                    backward_alone(net, step, world_size=dist.get_world_size())
-                    for each in (optimizer, alone):
-                        each.step()
-                        each.zero_grad()
+                in_lockstep(rank, (model, optimizer), (net, alone), range(3))
                 if "SGD" in name:
                     assert_same_bits(model, net, name)
                 else:
@@ -123,8 +119,7 @@ def _updates_masters_of_bf16(rank: int, name: str) -> None:
     for step in range(2):
         for model, optimizer in zip(models, pair, strict=True):
             integer_loss(model, [each.bfloat16() for each in integer_batch(step=step, rank=rank)]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         ours, theirs = map(full_parameters, models)
         assert_close(ours, theirs, f"{name} in bf16")
         assert all(parameter.dtype == torch.float32 for parameter in ours.values()), "masters are fp32"
@@ -395,12 +390,10 @@ def _saves_and_loads(rank: int, path: Path, saves: bool, is_fussy: bool) -> None
     for step, uses_late in enumerate((False, True, True)):
         net.uses_late = model.uses_late = uses_late
         backward_alone(net, step)
-        alone.step()
-        alone.zero_grad()
+        update(alone)
         if saves:
             backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     if not saves:
         checkpoint.load(path, model, optimizer)
     assert_same_bits(model, net, "trained" if saves else "loaded")
@@ -433,14 +426,12 @@ def _saves_and_loads_adam(rank: int, path: Path, saves: bool) -> None:
     if saves:
         for step in range(2):
             backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         checkpoint.save(path, model, optimizer)
         return
     for step in range(2):
         backward_alone(net, step, world_size=4)
-        alone.step()
-        alone.zero_grad()
+        update(alone)
     checkpoint.load(path, model, optimizer)
     assert optimizer.param_groups[0]["step"] == 2
     backward(model, rank, 2)

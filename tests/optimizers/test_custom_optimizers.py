@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import layerzero
 from layerzero import Offload
-from tests.support.models import Rule, assert_close, full_parameters
+from tests.support.models import Rule, assert_close, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -46,8 +46,7 @@ class Scaled(Rule):
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:
     model(torch.ones(1, 3)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def sharded(model: nn.Module, zero3_size: int, **settings: Any) -> nn.Module:

@@ -24,6 +24,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     union,
+    update,
 )
 from tests.support.ranks import mesh_of, on_ranks
 
@@ -50,8 +51,7 @@ def _train(model: nn.Module, optimizer: Optimizer, rank: int | None, steps: rang
     for step in steps:
         batches = [integer_batch(step=step, rank=each) for each in range(WORLD)]
         integer_loss(model, union(batches) if rank is None else batches[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if rank is not None and isinstance(optimizer, layerzero.ShardedOptimizer):
             model.zero_grad()
 

@@ -28,6 +28,7 @@ from tests.support.models import (
     full_parameters,
     integer_batch,
     integer_net,
+    update,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -239,8 +240,7 @@ def test_clipping_sees_unscaled_gradients(rank: int) -> None:
                 inputs, targets = integer_batch(step=step, micro_batch=micro_batch, rank=peer)
                 (loss_of(net(inputs, torch.ones(1)), targets) / MICRO_BATCHES / WORLD).backward()
             their_norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            theirs.step()
-            theirs.zero_grad()
+            update(theirs)
             torch.testing.assert_close(norm, their_norm)
         assert_close(full_parameters(model), dict(net.named_parameters()), str(clip))
 

@@ -31,6 +31,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     union,
+    update,
 )
 from tests.support.ranks import BOTH, on_ranks, run_ranks
 
@@ -57,8 +58,7 @@ def build(
 def advance(trained: tuple[nn.Module, Optimizer, OuterSteps], rank: int, step: int) -> None:
     model, optimizer, outer = trained
     integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     outer.step()
 
 
@@ -99,8 +99,7 @@ class Alone:
                 for parameter in parameters:
                     parameter.grad = mean.clone()
         for inner in self.inner:
-            inner.step()
-            inner.zero_grad()
+            update(inner)
         self.steps += 1
         if self.steps >= warmup:
             self._exchange(self.steps - warmup, every, delay, lr, momentum)
@@ -213,8 +212,7 @@ def test_the_warm_up_is_synchronous_training(rank: int, clips: bool) -> None:
                 outer.average_gradients()
                 outer.average_gradients()
                 norm = layerzero.clip_grad_norm_(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             outer.step()
             calls = layerzero.traffic(model, reset=True).calls["site_gradients"]
             assert calls == 2, "which parameters have a gradient, and the gradients"
@@ -228,8 +226,7 @@ def test_the_warm_up_is_synchronous_training(rank: int, clips: bool) -> None:
                 if clips:
                     expected = nn.utils.clip_grad_norm_(each.parameters(), 0.5)
                     torch.testing.assert_close(norm, expected)
-                inner.step()
-                inner.zero_grad()
+                update(inner)
             case = f"S={zero3_size}, step {step}"
             expected = {name: p.detach() for name, p in alone[0].named_parameters()}
             if clips:
@@ -269,8 +266,7 @@ def test_micro_batches_and_closures_of_synchronous_steps_count_once(rank: int, z
         for micro_batch in range(2 if step == 1 else 1):
             batches = [integer_batch(step=step, rank=other, micro_batch=micro_batch) for other in range(4)]
             integer_loss(net, union(batches)).backward()
-        inner.step()
-        inner.zero_grad()
+        update(inner)
         assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
 
 
@@ -434,8 +430,7 @@ def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits(rank: int) -
     for step in range(6):
         integer_loss(trained[0], integer_batch(step=step, rank=rank)).backward()
         trained[2].average_gradients()  # before the guard compares the gradients
-        trained[1].step()
-        trained[1].zero_grad()
+        update(trained[1])
         trained[2].step()
     assert guard.checks == 6 and not guard.found
 
@@ -474,8 +469,7 @@ def _keep_residuals(rank: int) -> None:
         return sum(float(g.residual.abs().sum()) for g in gradients if g is not None and g.residual is not None)
 
     integer_loss(trained[0], integer_batch(step=1, rank=rank)).backward()
-    trained[1].step()
-    trained[1].zero_grad()
+    update(trained[1])
     before = stored()
     trained[2].step()
     trained[0](integer_batch(step=2, rank=rank)[0])
@@ -517,8 +511,7 @@ def test_copies_on_tensor_parallel_ranks_stay_equal(rank: int) -> None:
         model(torch.randn(4, 8)).square().mean().backward()
         for parameter in model.norm.parameters():  # the gradient of each rank belongs to its part of `up`
             dist.all_reduce(plain(parameter.grad), group=mesh.get_group("tp"))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         outer.step()
     weights = [torch.empty_like(plain(model.norm.weight)) for _ in range(2)]
     dist.all_gather(weights, plain(model.norm.weight).clone(), group=mesh.get_group("tp"))

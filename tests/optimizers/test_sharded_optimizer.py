@@ -35,6 +35,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     train,
+    update,
 )
 from tests.support.ranks import on_ranks
 
@@ -92,8 +93,7 @@ def test_state_from_before_sharding_is_cut_and_continued(rank: int) -> None:
         theirs, gathered = factory(net.parameters()), factory(source.parameters())
         for whole, stepper in ((net, theirs), (source, gathered)):
             backward_alone(whole)
-            stepper.step()
-            stepper.zero_grad()
+            update(stepper)
         model = shard(source)
         optimizer = layerzero.shard_optimizer(gathered, model)
         for parameter, values in optimizer.state_dict_by_name()["state"].items():

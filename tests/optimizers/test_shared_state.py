@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
+from tests.support.models import update, whole
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -54,13 +55,11 @@ def _pair(zero3_size: int, elementwise: bool = True) -> tuple[nn.Module, Any]:
 def _train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
     for _ in range(steps):
         model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _weight(model: nn.Module) -> Tensor:
-    weight: Any = model.weight.detach()
-    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).clone()
+    return whole(model.weight)
 
 
 def _copied_by(form: str, source: tuple[nn.Module, Any], target: tuple[nn.Module, Any], path: str) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import layerzero
-from tests.support.models import Rule, assert_same_bits, full_parameters
+from tests.support.models import Rule, assert_same_bits, full_parameters, update, whole
 from tests.support.ranks import mesh_of, run_ranks
 
 # (ranks, zero3_size)
@@ -80,12 +79,7 @@ def alone(kind: str) -> tuple[nn.Module, Any]:
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:
     model(torch.tensor([1.0, 2.0, 4.0])).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole(value: Any) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+    update(optimizer)
 
 
 def by_name(model: nn.Module, optimizer: Any) -> dict[str, dict[str, Tensor]]:

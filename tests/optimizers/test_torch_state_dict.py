@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero.extend import StepObserver, attach
-from tests.support.models import IntegerNet, different, integer_batch, integer_net
+from tests.support.models import IntegerNet, different, integer_batch, integer_net, update, whole
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -82,18 +82,13 @@ def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
             (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
         dist.all_reduce(model.shift.grad)  # ignored
         model.shift.grad /= world
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _whole(value: Any) -> Tensor:
-    return (value.detach().full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value).detach()).clone()
+        update(optimizer)
 
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    found = {f"model.{name}": _whole(parameter) for name, parameter in model.named_parameters()}
+    found = {f"model.{name}": whole(parameter) for name, parameter in model.named_parameters()}
     for name, values in optimizer.state_dict_by_name()["state"].items():
-        found |= {f"optimizer.{name}.{key}": _whole(value) for key, value in values.items()}
+        found |= {f"optimizer.{name}.{key}": whole(value) for key, value in values.items()}
     found |= {f"lr.{i}": torch.tensor(group["lr"]) for i, group in enumerate(optimizer.param_groups)}
     return found
 
@@ -193,7 +188,7 @@ def test_whole_states_go_out_and_come_in_through_torchs_options(rank: int, kind:
     )
     head = {name: value for name, value in source.state_dict().items() if name.startswith("head")}
     set_model_state_dict(model, dict(head) if rank == 0 else {}, options=partly)  # torch adds its own entries
-    found = {name: _whole(p) for name, p in model.named_parameters()}
+    found = {name: whole(p) for name, p in model.named_parameters()}
     expected = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
     assert not different(found, expected | head), "the other parameters do not change"
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
@@ -218,8 +213,7 @@ def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(rank: int, k
         inputs, targets = integer_batch(step=step)  # the same on all ranks
         for net, its_optimizer in ((alone, theirs), (model, optimizer)):
             (net(inputs) * targets).sum().backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+            update(its_optimizer)
     state, expected = optimizer.state_dict(), theirs.state_dict()
     assert state.keys() == expected.keys() and state["state"].keys() == expected["state"].keys() == numbers
     for number, values in expected["state"].items():
@@ -228,7 +222,7 @@ def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(rank: int, k
             found = state["state"][number][key]
             assert value.ndim == 0 or isinstance(found, DTensor), "tensors stay sharded"
             assert found.shape == value.shape
-            assert torch.equal(_whole(found), value) if kind == "SGD" else torch.allclose(_whole(found), value), key
+            assert torch.equal(whole(found), value) if kind == "SGD" else torch.allclose(whole(found), value), key
     assert [group.pop("param_names") for group in state["param_groups"]] == names
     assert state["param_groups"] == expected["param_groups"]
 
@@ -246,7 +240,7 @@ def test_states_by_number_and_by_name_load_in_any_order_of_named_groups(rank: in
 
     def fresh(order: int, numbered: bool = False) -> tuple[nn.Module, Any]:
         net = _net()
-        net.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
+        net.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
         net.second.weight = net.first.weight
         ignored = {"ignored_params": [net.shift]}
         other = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS, **ignored)
@@ -296,7 +290,7 @@ def test_names_that_the_optimizer_was_given_are_kept(rank: int) -> None:
     turned.load_state_dict(state)
     for name, values in optimizer.state_dict_by_name()["state"].items():
         found = turned.state_dict_by_name()["state"][name]["momentum_buffer"]
-        assert torch.equal(_whole(found), _whole(values["momentum_buffer"])), name
+        assert torch.equal(whole(found), whole(values["momentum_buffer"])), name
 
 
 @on_ranks(world_size=2)
@@ -342,8 +336,7 @@ def test_an_optimizer_with_full_parameters_has_no_numbered_state(rank: int) -> N
         optimizer.load_state_dict(stored)
         inputs, targets = integer_batch(step=step, rank=rank)
         (model(inputs) * targets).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _settings(stored: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -384,9 +377,9 @@ def test_parameters_are_found_by_every_name_that_they_have(rank: int) -> None:
 @on_ranks(world_size=2)
 def test_a_whole_tensor_of_another_shape_is_not_cut_to_fit(rank: int) -> None:
     model, _ = _sharded("SGD", 2)
-    before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    before = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for shape in ((9, 5), (4, 5), (6, 1), (1, 5)):
         state = {**_net(1).state_dict(), "first.weight": torch.zeros(shape)}
         with pytest.raises((ValueError, RuntimeError)):
             set_model_state_dict(model, state if rank == 0 else {}, options=FULL_FROM_RANK_0)
-        assert torch.equal(_whole(model.first.weight), before["first.weight"]), shape
+        assert torch.equal(whole(model.first.weight), before["first.weight"]), shape

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.models import OptionalBias, different, integer_batch
+from tests.support.models import OptionalBias, different, integer_batch, update, whole
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -53,17 +53,12 @@ def _step(model: nn.Module, optimizer: Optimizer, number: int, *, uses_own: bool
     """Train on the same batch on all ranks."""
     inputs, targets = integer_batch(step=number)
     (model(inputs, uses_own=uses_own) * targets).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _whole(value: Any) -> Tensor:
-    return (value.detach().full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value).detach()).clone()
+    update(optimizer)
 
 
 def _everything(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    found = {f"model.{name}": _whole(parameter) for name, parameter in model.named_parameters()}
-    return found | {f"{key}.{entry}": _whole(value) for key, values in state.items() for entry, value in values.items()}
+    found = {f"model.{name}": whole(parameter) for name, parameter in model.named_parameters()}
+    return found | {f"{key}.{entry}": whole(value) for key, values in state.items() for entry, value in values.items()}
 
 
 def _alone(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -198,7 +193,7 @@ def _warnings(rank: int, folder: str) -> None:
     checkpoint.save(path, model, optimizer)
     checkpoint.load(path, model, new)
     assert torch.equal(
-        _ours(model, new)["units.0.bias.momentum_buffer"], _whole(state["state"]["units.0.bias"]["momentum_buffer"])
+        _ours(model, new)["units.0.bias.momentum_buffer"], whole(state["state"]["units.0.bias"]["momentum_buffer"])
     )
 
 
@@ -222,8 +217,7 @@ def test_a_first_step_with_a_learning_rate_of_zero_is_a_step(rank: int) -> None:
                 (net(inputs, uses_own=True) * targets).sum().backward()
                 for parameter in net.parameters() if assigns else ():
                     parameter.grad = parameter.grad.clone()
-                each.step()
-                each.zero_grad()
+                update(each)
         assert not (wrong := different(_ours(model, optimizer), _alone(alone, plain))), wrong
     model, optimizer = _pair("Adam", 2)
     state = get_state_dict(model, optimizer)

@@ -19,6 +19,7 @@ from tests.support.models import (
     full_parameters,
     integer_batch,
     integer_net,
+    whole,
 )
 from tests.support.ranks import mesh_of
 
@@ -64,8 +65,7 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     found |= {f"buffer.{name}": value.clone() for name, value in model.named_buffers()}
     for name, values in optimizer.state_dict_by_name()["state"].items():
         for key, value in values.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-            found[f"optimizer.{name}.{key}"] = whole.clone()
+            found[f"optimizer.{name}.{key}"] = whole(value)
     return found
 
 

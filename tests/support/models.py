@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from layerzero.comm.mesh_info import MeshInfo
@@ -142,6 +143,11 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     return _full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
+def whole(value: Any) -> Tensor:
+    """Return a copy of the full tensor of a parameter, or of a value in the state of an optimizer."""
+    return (value.detach().full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value).detach()).clone()
+
+
 def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return ``full_tensor()`` of each, with one collective for all instead of several for each, to save time."""
     alike: dict[MeshInfo, dict[str, Tensor]] = {}
@@ -220,6 +226,12 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int
     """Train for some steps on this rank's batches."""
     for step in steps:
         backward(model, rank, step)
+        update(optimizer)
+
+
+def update(*optimizers: Optimizer) -> None:
+    """Step the optimizers and clear their gradients."""
+    for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
 
@@ -231,9 +243,8 @@ def in_lockstep(
     net, theirs = alone
     for step in steps:
         train(*ours, rank, [step])
-        backward_alone(net, step)
-        theirs.step()
-        theirs.zero_grad()
+        backward_alone(net, step, world_size=dist.get_world_size())
+        update(theirs)
 
 
 class Rule(Optimizer):
