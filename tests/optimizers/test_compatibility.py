@@ -57,6 +57,21 @@ class Signs(Scaled):
             moment.lerp_(parameter.grad, self.settings["weight"])
 
 
+class StartsWithState(Scaled):
+    """Creates its state in its constructor, and has a rate that depends on a setting that its steps change."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.ones_like(parameter)
+        self.param_groups[0]["k"] = 0
+
+    def factor(self, parameter: Tensor) -> Any:
+        self.param_groups[0]["k"] += 1
+        self.state[parameter]["sum"].add_(parameter.grad.square())
+        return self.state[parameter]["sum"].rsqrt() / self.param_groups[0]["k"]
+
+
 class CenteredRows(Scaled):
     """Subtracts the mean of each row of the gradient (gradient centralization): rows are never cut."""
 
@@ -169,7 +184,9 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
     return kind([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))], **settings)
 
 
-@pytest.mark.parametrize("kind", [Scaled, CenteredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Scaled, StartsWithState, CenteredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__
+)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
     assert kinds_that_need_full_params(build(kind, weight=0.2), CPU) == set()
 
