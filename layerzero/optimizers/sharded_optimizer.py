@@ -27,15 +27,9 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.model_status import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import refuse_apex_offload, require_apex_dtypes, with_preparation
-from layerzero.optimizers.compatibility import (
-    is_elementwise_by_name,
-    kinds_that_need_full_params,
-)
+from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.listed_params import ListedParams
-from layerzero.optimizers.optimizer_state import (
-    IMPLEMENTATION_SETTINGS,
-    to_comparable,
-)
+from layerzero.optimizers.optimizer_state import IMPLEMENTATION_SETTINGS, to_comparable
 from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders, placeholder
 from layerzero.optimizers.state_dict_methods import StateDictMethods

@@ -282,8 +282,8 @@ def _saves(rank: int, folder: Path) -> None:
     layerzero.checkpoint.save(folder / "ours", model, optimizer, extra)
     layerzero.checkpoint.save_async(folder / "later", model, optimizer).wait()
     if rank == 0:
-        said = CliRunner().invoke(app, ["inspect", str(folder / "ours")])
-        assert "saved by 4 ranks with zero3_size=" in said.stdout, said.output
+        result = CliRunner().invoke(app, ["inspect", str(folder / "ours")])
+        assert "saved by 4 ranks with zero3_size=" in result.stdout, result.output
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "torch")
     if rank == 0:
         export_model(folder / "ours", folder / "whole.safetensors")

@@ -70,9 +70,9 @@ def shard(net: nn.Module, zero3_size: int = 2, **settings: Any) -> nn.Module:
 def lacks_rows_at_the_end(model: nn.Module) -> bool:
     """Check that some rank has no rows of the last parameter, and some rank none of another one."""
     rows = [parameter.to_local().numel() for parameter in model.parameters()]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, rows[-1] == 0 and any(rows))
-    return any(told)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rows[-1] == 0 and any(rows))
+    return any(found)
 
 
 # The emulation
@@ -302,8 +302,8 @@ REFUSED: dict[str, tuple[Factory, str]] = {
 @pytest.mark.parametrize("elementwise", [None, True, False])
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_by_name_whatever_the_user_says(case: str, elementwise: bool | None) -> None:
-    make, said = REFUSED[case]
-    with pytest.raises(ValueError, match=said) as raised:
+    make, text = REFUSED[case]
+    with pytest.raises(ValueError, match=text) as raised:
         kinds_that_need_full_params(make([nn.Parameter(torch.ones(3, 2))]), CPU, elementwise)
     assert "elementwise" not in str(raised.value), "no advice that would not help"
 
@@ -333,19 +333,19 @@ def test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optim
     net = integer_net()
     net.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     model = shard(net, ignored_params={net.extra})
-    said = "Apex's FusedSGD does not update a parameter of torch.bfloat16.*only float32 and float16.*mp_policy"
-    with pytest.raises(ValueError, match=said):
+    text = "Apex's FusedSGD does not update a parameter of torch.bfloat16.*only float32 and float16.*mp_policy"
+    with pytest.raises(ValueError, match=text):
         layerzero.shard_optimizer(apex.FusedSGD(model.parameters(), lr=1.0), model)
     layerzero.shard_optimizer(apex.FusedAdam(model.parameters(), lr=1.0), model)
     sharded = [parameter for parameter in model.parameters() if parameter is not net.extra]
     optimizer = layerzero.shard_optimizer(apex.FusedSGD(sharded, lr=1.0), model)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         optimizer.add_param_group({"params": [net.extra]})
     net.extra.requires_grad_(False)
     optimizer.add_param_group({"params": [net.extra]})
     net.extra.requires_grad_(True)
     net.extra.grad = torch.ones_like(net.extra)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         optimizer.step()
 
 

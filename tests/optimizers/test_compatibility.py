@@ -335,12 +335,12 @@ def test_what_cannot_be_copied_could_not_be_tried() -> None:
 
 def test_the_users_word_is_not_asked_where_nothing_could_work() -> None:
     assert kinds_that_need_full_params(build(LayerwiseScaling), CPU, elementwise=True) == set()
-    for kind, said in (
+    for kind, text in (
         (torch.optim.LBFGS, "inner products"),
         (WithClosure, "closure"),
         (Around, "wraps another optimizer"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             kinds_that_need_full_params(build(kind), CPU, elementwise=True)
     for kind in (torch.optim.Adam, LayerwiseScaling, GlobalScaling):
         assert kinds_that_need_full_params(build(kind), CPU, elementwise=False) == kinds(build(kind))

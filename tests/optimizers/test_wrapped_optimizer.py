@@ -275,10 +275,10 @@ def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_gr
         lambda: optimizer.load_state_dict(saved),
     ]
 
-    def refused(said: str) -> None:
+    def refused(text: str) -> None:
         add = [lambda: optimizer.add_param_group({"params": [model.shift]})] if optimizer.param_groups is groups else []
         for use in (*uses, *add):
-            with pytest.raises(RuntimeError, match=f"{said}.*add_param_group"):
+            with pytest.raises(RuntimeError, match=f"{text}.*add_param_group"):
                 use()
 
     groups.append({"params": others})
