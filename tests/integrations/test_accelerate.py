@@ -24,7 +24,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import publish
 from layerzero.integrations.accelerate import CONFIG_VARIABLE, LayerZeroAccelerator, LayerZeroPlugin
-from tests.support.loops import Samples, assert_like, forget_accelerators, launched
+from tests.support.loops import Samples, assert_like, forget_accelerators, launched, on_launched_ranks
 from tests.support.models import (
     IntegerNet,
     TiedTransformer,
@@ -178,76 +178,69 @@ def test_a_resumed_run_is_the_uninterrupted_one_also_with_another_zero3_size(tmp
     run_ranks(_resume, str(tmp_path / "state"))
 
 
-def _fails_on_one_rank(rank: int, folder: str) -> None:
-    with launched():
-        acc = accelerator(LayerZeroPlugin(**PLUGIN))
-        model, *_ = acc.prepare(*objects())
-        acc.save_state(folder)
-        acc.wait_for_everyone()
-        saved, rename = full_parameters(model), os.rename
-        exchange, publish._renameat2 = publish._renameat2, None
+@on_launched_ranks(pg_timeout=20)
+def test_a_save_over_another_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_one(
+    rank: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "state")
+    acc = accelerator(LayerZeroPlugin(**PLUGIN))
+    model, *_ = acc.prepare(*objects())
+    acc.save_state(folder)
+    acc.wait_for_everyone()
+    saved, rename = full_parameters(model), os.rename
+    exchange, publish._renameat2 = publish._renameat2, None
 
-        failures = [OSError(5, "Input/output error")] if rank == 0 else []
+    failures = [OSError(5, "Input/output error")] if rank == 0 else []
 
-        def refuse(source: Any, target: Any) -> None:
-            if Path(target).name == "layerzero_0" and failures:
-                raise failures.pop()
-            rename(source, target)
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name == "layerzero_0" and failures:
+            raise failures.pop()
+        rename(source, target)
 
+    with torch.no_grad():
+        model.shift.fill_(9.0)
+    os.rename = refuse
+    began = time.monotonic()
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+            acc.save_state(folder)
+    finally:
+        os.rename, publish._renameat2 = rename, exchange
+    assert time.monotonic() - began < 15, "nobody waits for the rank that failed"
+    found = checkpoint.load_latest(folder, model)
+    assert found is not None, "the old one is still there"
+    assert not different(full_parameters(model), saved)
+
+
+@on_launched_ranks()
+def test_automatic_names_and_total_limit(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    acc = accelerator(LayerZeroPlugin(**PLUGIN), project_config=project)
+    model, *_ = acc.prepare(*objects())
+    for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
-            model.shift.fill_(9.0)
-        os.rename = refuse
-        began = time.monotonic()
-        try:
-            with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
-                acc.save_state(folder)
-        finally:
-            os.rename, publish._renameat2 = rename, exchange
-        assert time.monotonic() - began < 15, "nobody waits for the rank that failed"
-        found = checkpoint.load_latest(folder, model)
-        assert found is not None, "the old one is still there"
-        assert not different(full_parameters(model), saved)
-
-
-def test_a_save_over_another_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_one(tmp_path: Path) -> None:
-    run_ranks(_fails_on_one_rank, str(tmp_path / "state"), pg_timeout=20)
-
-
-def _automatic_names(rank: int, folder: str) -> None:
-    with launched():
-        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
-        acc = accelerator(LayerZeroPlugin(**PLUGIN), project_config=project)
-        model, *_ = acc.prepare(*objects())
-        for value in (1.0, 2.0, 3.0):
-            with torch.no_grad():
-                model.shift.fill_(value)
-            acc.save_state()
-            acc.wait_for_everyone()
-        with torch.no_grad():
-            model.shift.fill_(9.0)
-        acc.load_state()
-        assert model.shift.full_tensor().tolist() == [3.0] * 6
-        assert len(list(Path(folder, "checkpoints").iterdir())) == 2
-
-
-def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
-    run_ranks(_automatic_names, str(tmp_path))
-
-
-def _save_model(rank: int, folder: str) -> None:
-    with launched():
-        acc = accelerator(LayerZeroPlugin(zero3_size=2, units=TiedTransformer.UNITS))
-        model = acc.prepare(TiedTransformer())
-        acc.save_model(model, folder)
+            model.shift.fill_(value)
+        acc.save_state()
         acc.wait_for_everyone()
-        fresh = TiedTransformer(seed=1)
-        load_checkpoint_in_model(fresh, folder)
-        for name, value in full_parameters(model).items():
-            assert torch.equal(fresh.get_parameter(name), value)
+    with torch.no_grad():
+        model.shift.fill_(9.0)
+    acc.load_state()
+    assert model.shift.full_tensor().tolist() == [3.0] * 6
+    assert len(list(Path(folder, "checkpoints").iterdir())) == 2
 
 
-def test_save_model_writes_what_accelerate_loads(tmp_path: Path) -> None:
-    run_ranks(_save_model, str(tmp_path / "model"))
+@on_launched_ranks()
+def test_save_model_writes_what_accelerate_loads(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    acc = accelerator(LayerZeroPlugin(zero3_size=2, units=TiedTransformer.UNITS))
+    model = acc.prepare(TiedTransformer())
+    acc.save_model(model, folder)
+    acc.wait_for_everyone()
+    fresh = TiedTransformer(seed=1)
+    load_checkpoint_in_model(fresh, folder)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(fresh.get_parameter(name), value)
 
 
 def _train_text(acc: Accelerator, rank: int, **kwargs: Any) -> list[float]:

@@ -17,9 +17,8 @@ from lightning.fabric import Fabric
 
 import layerzero
 from layerzero.integrations.fabric import FabricStrategy
-from tests.support.loops import Samples, assert_like, launched
+from tests.support.loops import Samples, assert_like, on_launched_ranks
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_loss, integer_net
-from tests.support.ranks import run_ranks
 
 
 def train(strategy: Any, folder: str | None = None, **settings: Any) -> tuple[list[float], list[float], Any]:
@@ -58,25 +57,22 @@ class Saving:
         self.folder = folder
 
 
-def _same_as_ddp(rank: int, folder: str) -> None:
-    with launched(TORCHELASTIC_RUN_ID="1"):
-        theirs = train("ddp")
-        ours = train(FabricStrategy(2, IntegerNet.UNITS), callbacks=[Saving(folder)])
-        assert ours[0] == theirs[0]
-        assert_like(ours[1], theirs[1])
-        assert layerzero.traffic(ours[2]).calls["hop2"] == 4 * 4  # four handles, four steps of two backwards
-        final = full_parameters(ours[2])
-        for name, value in theirs[2].named_parameters():
-            assert torch.equal(final[name], value)
-        again = train(FabricStrategy(2, IntegerNet.UNITS), folder)
-        assert again[0] == ours[0][4:]
-        for name, value in full_parameters(again[2]).items():
-            assert torch.equal(final[name], value)
-        whole = torch.load(f"{folder}/fabric.ckpt", weights_only=True)["model"]
-        assert whole.keys() == final.keys()
-        with pytest.raises(ValueError, match="static_graph"):
-            FabricStrategy(2, static_graph=True)
-
-
-def test_losses_norms_weights_and_a_resumed_run(tmp_path: Path) -> None:
-    run_ranks(_same_as_ddp, str(tmp_path / "state"), timeout=300)
+@on_launched_ranks(run_id="1", timeout=300)
+def test_losses_norms_weights_and_a_resumed_run(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    theirs = train("ddp")
+    ours = train(FabricStrategy(2, IntegerNet.UNITS), callbacks=[Saving(folder)])
+    assert ours[0] == theirs[0]
+    assert_like(ours[1], theirs[1])
+    assert layerzero.traffic(ours[2]).calls["hop2"] == 4 * 4  # four handles, four steps of two backwards
+    final = full_parameters(ours[2])
+    for name, value in theirs[2].named_parameters():
+        assert torch.equal(final[name], value)
+    again = train(FabricStrategy(2, IntegerNet.UNITS), folder)
+    assert again[0] == ours[0][4:]
+    for name, value in full_parameters(again[2]).items():
+        assert torch.equal(final[name], value)
+    whole = torch.load(f"{folder}/fabric.ckpt", weights_only=True)["model"]
+    assert whole.keys() == final.keys()
+    with pytest.raises(ValueError, match="static_graph"):
+        FabricStrategy(2, static_graph=True)

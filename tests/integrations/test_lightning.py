@@ -21,9 +21,8 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.common import is_sharded
 from layerzero.integrations.lightning import LayerZeroStrategy
-from tests.support.loops import Samples, assert_like, launched
+from tests.support.loops import Samples, assert_like, on_launched_ranks
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_net
-from tests.support.ranks import run_ranks
 
 UNITS = [f"net.{name}" for name in IntegerNet.UNITS]
 
@@ -59,7 +58,7 @@ class Module(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
 
 
-def fit(strategy: Any, folder: str, module: Module | None = None, ckpt: str | None = None, **settings: Any) -> Trainer:
+def fit(strategy: Any, folder: Path, module: Module | None = None, ckpt: str | None = None, **settings: Any) -> Trainer:
     defaults = {"accumulate_grad_batches": 2, "max_epochs": 1, "enable_checkpointing": False, "logger": False}
     defaults |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
     trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, **{**defaults, **settings})
@@ -68,75 +67,61 @@ def fit(strategy: Any, folder: str, module: Module | None = None, ckpt: str | No
     return trainer
 
 
-def _same_as_ddp(rank: int, folder: str) -> None:
-    with launched(TORCHELASTIC_RUN_ID="1"):
-        theirs = fit("ddp", folder)
-        for zero3_size in (1, 2, 4):
-            ours = fit(LayerZeroStrategy(zero3_size, UNITS), folder)
-            module = ours.lightning_module
-            assert_like(module.losses, theirs.lightning_module.losses)
-            assert_like(module.norms, theirs.lightning_module.norms)
-            assert_like([float(ours.callback_metrics["checked"])], [float(theirs.callback_metrics["checked"])])
-            calls, handles = layerzero.traffic(module).calls, len(get_state(module).handles)
-            assert calls.get("hop2", 0) == (0 if zero3_size == 4 else handles * 4)  # of 8 backwards
-            for name, value in full_parameters(module).items():
-                torch.testing.assert_close(value, theirs.lightning_module.get_parameter(name).detach())
-        for settings in ({"gradient_clip_val": 2.0}, {"precision": "bf16-mixed"}):
-            theirs = fit("ddp", folder, **settings).lightning_module
-            ours = fit(LayerZeroStrategy(2, UNITS), folder, **settings).lightning_module
-            rtol = 1e-4 if "precision" not in settings else 2**-6  # relative to the largest: a loss is a difference
-            for got, expected in ((ours.losses[:4], theirs.losses[:4]), (ours.norms[:2], theirs.norms[:2])):
-                assert_like(got, expected, rtol=0, atol=rtol * max(map(abs, expected)))
-        assert {handle.precision.compute for handle in get_state(ours).handles} == {torch.bfloat16}
+@on_launched_ranks(run_id="1", timeout=300)
+def test_losses_norms_and_weights_are_those_of_ddp(rank: int, tmp_path: Path) -> None:
+    theirs = fit("ddp", tmp_path)
+    for zero3_size in (1, 2, 4):
+        ours = fit(LayerZeroStrategy(zero3_size, UNITS), tmp_path)
+        module = ours.lightning_module
+        assert_like(module.losses, theirs.lightning_module.losses)
+        assert_like(module.norms, theirs.lightning_module.norms)
+        assert_like([float(ours.callback_metrics["checked"])], [float(theirs.callback_metrics["checked"])])
+        calls, handles = layerzero.traffic(module).calls, len(get_state(module).handles)
+        assert calls.get("hop2", 0) == (0 if zero3_size == 4 else handles * 4)  # of 8 backwards
+        for name, value in full_parameters(module).items():
+            torch.testing.assert_close(value, theirs.lightning_module.get_parameter(name).detach())
+    for settings in ({"gradient_clip_val": 2.0}, {"precision": "bf16-mixed"}):
+        theirs = fit("ddp", tmp_path, **settings).lightning_module
+        ours = fit(LayerZeroStrategy(2, UNITS), tmp_path, **settings).lightning_module
+        rtol = 1e-4 if "precision" not in settings else 2**-6  # relative to the largest: a loss is a difference
+        for got, expected in ((ours.losses[:4], theirs.losses[:4]), (ours.norms[:2], theirs.norms[:2])):
+            assert_like(got, expected, rtol=0, atol=rtol * max(map(abs, expected)))
+    assert {handle.precision.compute for handle in get_state(ours).handles} == {torch.bfloat16}
 
 
-def test_losses_norms_and_weights_are_those_of_ddp(tmp_path: Path) -> None:
-    run_ranks(_same_as_ddp, str(tmp_path), timeout=300)
+@on_launched_ranks(run_id="1", timeout=300)
+def test_a_resumed_run_is_the_uninterrupted_one(rank: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=2, monitor="step", mode="max")
+    settings = {"accumulate_grad_batches": 1, "limit_train_batches": 3}
+    whole = fit("layerzero", tmp_path, enable_checkpointing=True, callbacks=[saving], max_epochs=3, **settings)
+    torch.distributed.barrier()  # the first rank removes old checkpoints
+    kept = sorted(path.name for path in Path(tmp_path).iterdir())
+    assert kept == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
+    losses = whole.lightning_module.losses
+    again = fit(LayerZeroStrategy(4), tmp_path, Module(1), ckpt=f"{tmp_path}/{kept[0]}", max_epochs=3, **settings)
+    assert again.lightning_module.losses == losses[6:]
+    final = full_parameters(whole.lightning_module)
+    for name, value in full_parameters(again.lightning_module).items():
+        assert torch.equal(value, final[name])
+    loaded = Module.load_from_checkpoint(f"{tmp_path}/{kept[1]}/lightning.ckpt", seed=1)
+    for name, value in final.items():
+        assert torch.equal(loaded.get_parameter(name), value)
+    checked = whole.validate(whole.lightning_module, DataLoader(Samples(8)), verbose=False)
+    fresh = Module(1)
+    trainer = Trainer(accelerator="cpu", devices=4, strategy="layerzero", logger=False, enable_progress_bar=False)
+    assert trainer.validate(fresh, DataLoader(Samples(8)), ckpt_path=f"{tmp_path}/{kept[1]}", verbose=False) == checked
+    assert not is_sharded(fresh)
 
 
-def _resume(rank: int, folder: str) -> None:
-    with launched(TORCHELASTIC_RUN_ID="1"):
-        saving = ModelCheckpoint(dirpath=folder, save_top_k=2, monitor="step", mode="max")
-        settings = {"accumulate_grad_batches": 1, "limit_train_batches": 3}
-        whole = fit("layerzero", folder, enable_checkpointing=True, callbacks=[saving], max_epochs=3, **settings)
-        torch.distributed.barrier()  # the first rank removes old checkpoints
-        kept = sorted(path.name for path in Path(folder).iterdir())
-        assert kept == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
-        losses = whole.lightning_module.losses
-        again = fit(LayerZeroStrategy(4), folder, Module(1), ckpt=f"{folder}/{kept[0]}", max_epochs=3, **settings)
-        assert again.lightning_module.losses == losses[6:]
-        final = full_parameters(whole.lightning_module)
-        for name, value in full_parameters(again.lightning_module).items():
-            assert torch.equal(value, final[name])
-        loaded = Module.load_from_checkpoint(f"{folder}/{kept[1]}/lightning.ckpt", seed=1)
-        for name, value in final.items():
-            assert torch.equal(loaded.get_parameter(name), value)
-        checked = whole.validate(whole.lightning_module, DataLoader(Samples(8)), verbose=False)
-        fresh = Module(1)
-        trainer = Trainer(accelerator="cpu", devices=4, strategy="layerzero", logger=False, enable_progress_bar=False)
-        assert (
-            trainer.validate(fresh, DataLoader(Samples(8)), ckpt_path=f"{folder}/{kept[1]}", verbose=False) == checked
-        )
-        assert not is_sharded(fresh)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    run_ranks(_resume, str(tmp_path), timeout=300)
-
-
-def _from_ddp(rank: int, folder: str) -> None:
-    with launched(TORCHELASTIC_RUN_ID="1"):
-        settings = {"accumulate_grad_batches": 1, "limit_train_batches": 4}
-        trainer = fit("ddp", folder, **settings)
-        trainer.save_checkpoint(f"{folder}/ddp.ckpt")
-        theirs = fit("ddp", folder, ckpt=f"{folder}/ddp.ckpt", **settings, max_epochs=2)
-        ours = fit(LayerZeroStrategy(2), folder, Module(1), ckpt=f"{folder}/ddp.ckpt", **settings, max_epochs=2)
-        assert_like(ours.lightning_module.losses, theirs.lightning_module.losses)
-        with pytest.raises(ValueError, match="find_unused_parameters"):
-            LayerZeroStrategy(2, find_unused_parameters=True)
-        with pytest.raises(ValueError, match="precision='16-true' is not supported"):
-            fit(LayerZeroStrategy(2), folder, precision="16-true")
-
-
-def test_a_run_of_ddp_goes_on_here_and_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    run_ranks(_from_ddp, str(tmp_path), timeout=300)
+@on_launched_ranks(run_id="1", timeout=300)
+def test_a_run_of_ddp_goes_on_here_and_what_cannot_work_is_refused(rank: int, tmp_path: Path) -> None:
+    settings = {"accumulate_grad_batches": 1, "limit_train_batches": 4}
+    trainer = fit("ddp", tmp_path, **settings)
+    trainer.save_checkpoint(f"{tmp_path}/ddp.ckpt")
+    theirs = fit("ddp", tmp_path, ckpt=f"{tmp_path}/ddp.ckpt", **settings, max_epochs=2)
+    ours = fit(LayerZeroStrategy(2), tmp_path, Module(1), ckpt=f"{tmp_path}/ddp.ckpt", **settings, max_epochs=2)
+    assert_like(ours.lightning_module.losses, theirs.lightning_module.losses)
+    with pytest.raises(ValueError, match="find_unused_parameters"):
+        LayerZeroStrategy(2, find_unused_parameters=True)
+    with pytest.raises(ValueError, match="precision='16-true' is not supported"):
+        fit(LayerZeroStrategy(2), tmp_path, precision="16-true")

@@ -24,8 +24,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.transformers import LayerZeroMixin
 from tests.integrations.test_transformers import arguments, llama, logged
-from tests.support.loops import assert_like, launched
-from tests.support.ranks import run_ranks
+from tests.support.loops import assert_like, on_launched_ranks
 
 SETTINGS = {"zero3_size": 2}
 SENTENCE = "to be or not to be that is the question whether it is nobler in the mind to suffer slings and arrows of"
@@ -73,51 +72,43 @@ def assert_as_ddp(ours: Any, theirs: Any) -> None:
     assert layerzero.traffic(ours.model).calls["hop2"] == trained * 3  # of 6 backwards
 
 
-def _sft(rank: int, folder: str, more: dict[str, Any]) -> None:
-    with launched():
-        peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "down_proj"])} if more.pop("peft", 0) else {}
-        data = Dataset.from_list([{"text": line} for line in text(48)])
-        common = {"train_dataset": data, "processing_class": tokenizer(), **peft}
-        theirs = SFTTrainer(llama(vocab_size=4 + len(WORDS)), args=settings(f"{folder}/ddp", **more), **common)
-        ours = Ours(llama(vocab_size=4 + len(WORDS)), args=settings(folder, **more), layerzero=SETTINGS, **common)
-        assert_as_ddp(ours, theirs)
-        assert_like(logged(ours, "mean_token_accuracy"), logged(theirs, "mean_token_accuracy"), rtol=1e-4)
-        ours.save_model(f"{folder}/out")
-        ours.accelerator.wait_for_everyone()
-        if not peft:
-            loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/out").state_dict()
-            for name, value in layerzero.full_state_dict(ours.model, rank0_only=False).items():
-                assert torch.equal(loaded[name], value), name
-
-
 @pytest.mark.parametrize("more", [{}, {"gradient_checkpointing": True}, {"peft": True, "learning_rate": 2.0}], ids=str)
-def test_supervised_finetuning_is_that_of_ddp(tmp_path: Path, more: dict[str, Any]) -> None:
-    run_ranks(_sft, str(tmp_path), more, timeout=300)
-
-
-def _dpo(rank: int, folder: str, peft: bool) -> None:
-    with launched():
-        said, wanted, other = text(48), text(48, seed=1), text(48, seed=2)
-        data = Dataset.from_list(
-            [{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in zip(said, wanted, other, strict=True)]
-        )
-        common: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer()}
-        adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True)
-        runs = []
-        for kind, name, more in ((DPOTrainer, "ddp", {}), (Preferences, "ours", {"layerzero": SETTINGS})):
-            args = settings(f"{folder}/{name}", DPOConfig, learning_rate=2.0, beta=0.5)
-            reference = (
-                {"peft_config": adapters} if peft else {"ref_model": llama(vocab_size=4 + len(WORDS))}
-            )  # stays unsharded
-            torch.manual_seed(1)
-            runs.append(kind(llama(vocab_size=4 + len(WORDS)), args=args, **common, **reference, **more))
-        theirs, ours = runs
-        assert_as_ddp(ours, theirs)
-        for key in ("rewards/margins", "rewards/accuracies", "logps/chosen"):
-            assert_like(logged(ours, key), logged(theirs, key), rtol=1e-3)
-        assert len(set(logged(ours, "logps/chosen"))) == 3
+@on_launched_ranks(timeout=300)
+def test_supervised_finetuning_is_that_of_ddp(rank: int, tmp_path: Path, more: dict[str, Any]) -> None:
+    peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "down_proj"])} if more.pop("peft", 0) else {}
+    data = Dataset.from_list([{"text": line} for line in text(48)])
+    common = {"train_dataset": data, "processing_class": tokenizer(), **peft}
+    theirs = SFTTrainer(llama(vocab_size=4 + len(WORDS)), args=settings(f"{tmp_path}/ddp", **more), **common)
+    ours = Ours(llama(vocab_size=4 + len(WORDS)), args=settings(tmp_path, **more), layerzero=SETTINGS, **common)
+    assert_as_ddp(ours, theirs)
+    assert_like(logged(ours, "mean_token_accuracy"), logged(theirs, "mean_token_accuracy"), rtol=1e-4)
+    ours.save_model(f"{tmp_path}/out")
+    ours.accelerator.wait_for_everyone()
+    if not peft:
+        loaded = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/out").state_dict()
+        for name, value in layerzero.full_state_dict(ours.model, rank0_only=False).items():
+            assert torch.equal(loaded[name], value), name
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapters"])
-def test_preferences_are_those_of_ddp(tmp_path: Path, peft: bool) -> None:
-    run_ranks(_dpo, str(tmp_path), peft, timeout=300)
+@on_launched_ranks(timeout=300)
+def test_preferences_are_those_of_ddp(rank: int, tmp_path: Path, peft: bool) -> None:
+    said, wanted, other = text(48), text(48, seed=1), text(48, seed=2)
+    data = Dataset.from_list(
+        [{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in zip(said, wanted, other, strict=True)]
+    )
+    common: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer()}
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True)
+    runs = []
+    for kind, name, more in ((DPOTrainer, "ddp", {}), (Preferences, "ours", {"layerzero": SETTINGS})):
+        args = settings(f"{tmp_path}/{name}", DPOConfig, learning_rate=2.0, beta=0.5)
+        reference = (
+            {"peft_config": adapters} if peft else {"ref_model": llama(vocab_size=4 + len(WORDS))}
+        )  # stays unsharded
+        torch.manual_seed(1)
+        runs.append(kind(llama(vocab_size=4 + len(WORDS)), args=args, **common, **reference, **more))
+    theirs, ours = runs
+    assert_as_ddp(ours, theirs)
+    for key in ("rewards/margins", "rewards/accuracies", "logps/chosen"):
+        assert_like(logged(ours, key), logged(theirs, key), rtol=1e-3)
+    assert len(set(logged(ours, "logps/chosen"))) == 3

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from tests.support.ranks import on_ranks
 
 
 def forget_accelerators() -> None:
@@ -36,6 +40,25 @@ def launched(**variables: str) -> Iterator[None]:
             "ignore", module=r"(accelerate|transformers|lightning|peft|torch|trl|datasets|torchtitan|torchdata)\b"
         )
         yield
+
+
+def on_launched_ranks(run_id: str = "", **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate a test as :func:`tests.support.ranks.on_ranks` does; its body runs inside :func:`launched`.
+
+    Args:
+        run_id: torchrun's identifier of the run, without which Lightning starts the ranks itself.
+    """
+    variables = {"TORCHELASTIC_RUN_ID": run_id} if run_id else {}
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def in_environment(*args: Any) -> None:
+            with launched(**variables):
+                body(*args)
+
+        return on_ranks(**settings)(in_environment)
+
+    return decorate
 
 
 @contextmanager
