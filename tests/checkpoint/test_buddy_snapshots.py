@@ -119,20 +119,14 @@ def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path)
         for step in range(4):
             keeper.snapshot(step)
         keeper.wait()
-    dist.barrier()
-    if rank == 0:
-        (tmp_path / "node1").rename(tmp_path / "away")
-        shutil.rmtree(tmp_path / "node0")
-    dist.barrier()
+    on_first_rank((tmp_path / "node1").rename, tmp_path / "away")
+    on_first_rank(shutil.rmtree, tmp_path / "node0")
     keeper = _buddies(tmp_path, model, optimizer)
     assert keeper.load() is None
     keeper.snapshot("young")
     keeper.wait()
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(tmp_path / "node1")
-        (tmp_path / "away").rename(tmp_path / "node1")
-    dist.barrier()
+    on_first_rank(shutil.rmtree, tmp_path / "node1")
+    on_first_rank((tmp_path / "away").rename, tmp_path / "node1")
     keeper = _buddies(tmp_path, model, optimizer)
     found = keeper.load()
     assert found is not None and found.extra == "young"

@@ -19,14 +19,7 @@ from xxhash import xxh3_128
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.checksums import (
-    CHUNK,
-    ByteRange,
-    ChecksumScheme,
-    ChunkHasher,
-    FileRecord,
-    read_pieces,
-)
+from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, FileRecord, read_pieces
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, on_first_rank, sharded_net
 from tests.support.damaging import flip_bit

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import layerzero
@@ -21,7 +20,7 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, manifest_text
-from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.damaging import DATA, nested, sign
 from tests.support.models import different
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
@@ -105,17 +104,11 @@ def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(rank: int, d
     for name in FILES:
         content = (damaged / name).read_bytes()
         for harmed in (content[:-1], content[:200] + bytes([content[200] ^ 4]) + content[201:]):
-            dist.barrier()
-            if rank == 0:
-                (damaged / name).write_bytes(harmed)
-            dist.barrier()
+            on_first_rank((damaged / name).write_bytes, harmed)
             with pytest.raises(CheckpointError, match=f"{name}.*is damaged"):
                 checkpoint.load(damaged, model, optimizer)
             assert not different(everything(model, optimizer), before)
-        dist.barrier()
-        if rank == 0:
-            (damaged / name).write_bytes(content)
-        dist.barrier()
+        on_first_rank((damaged / name).write_bytes, content)
     assert checkpoint.load(damaged, model, optimizer)["step"] == 1
     train(model, optimizer, range(1))
 

@@ -53,12 +53,12 @@ def _states_saved(folder: str, steps: int):
 def test_the_newest_that_can_be_loaded_is_loaded_and_the_damaged_are_set_aside(rank: int, tmp_path: Path) -> None:
     _, _, states = _states_saved(tmp_path, 6)
     if rank == 0:
-        flip_bit(Path(tmp_path, "step-5", DATA), -1)  # detected by the ranks that read it only
-        flip_bit(Path(tmp_path, "step-4", "contents.json"), 40)
-        Path(tmp_path, "step-3", "manifest.json").unlink()
-        (Path(tmp_path, "step-2") / DATA).write_bytes(b"short")
-        Path(tmp_path, "logs").mkdir()  # from another program: stays
-        Path(tmp_path, "logs", "events").write_text("...")
+        flip_bit(tmp_path / "step-5" / DATA, -1)  # detected by the ranks that read it only
+        flip_bit(tmp_path / "step-4" / "contents.json", 40)
+        (tmp_path / "step-3" / "manifest.json").unlink()
+        (tmp_path / "step-2" / DATA).write_bytes(b"short")
+        (tmp_path / "logs").mkdir()  # from another program: stays
+        (tmp_path / "logs" / "events").write_text("...")
     dist.barrier()
     again, its_optimizer = sharded_net(4, seed=1)
     with logged() as lines:
@@ -160,9 +160,7 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(rank: int, tmp_path: P
         again, its_optimizer = sharded_net(1, seed=1)
         assert checkpoint.load(path, again, its_optimizer) == {"step": 1}
         assert not different(everything(again, its_optimizer), state)
-        if rank == 0:
-            Path(path, DATA).unlink()  # a damaged one may be overwritten, too
-        dist.barrier()
+        on_first_rank(Path(path, DATA).unlink)  # a damaged one may be overwritten, too
         checkpoint.save_async(path, model, optimizer, {"step": 2}, overwrite=True).wait()
         assert checkpoint.load(path, again, its_optimizer) == {"step": 2}
         on_first_rank(Path(path, "thesis.txt").write_text, "mine")

@@ -18,12 +18,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
-from tests.support.models import (
-    IntegerNet,
-    different,
-    full_parameters,
-    integer_net,
-)
+from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 TOPOLOGIES = ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1))

@@ -18,15 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 import layerzero
 import layerzero.megatron
 from tests.support.megatron_checkpoints import BEFORE, DATA, GATED, save, save_and_go_on, sharded_state
-from tests.support.megatron_ranks import (
-    HIDDEN,
-    Case,
-    make_ours,
-    make_scheduler,
-    megatron,
-    train,
-    whole_weights,
-)
+from tests.support.megatron_ranks import HIDDEN, Case, make_ours, make_scheduler, megatron, train, whole_weights
 from tests.support.ranks import on_ranks, run_ranks
 
 

@@ -22,14 +22,7 @@ from layerzero.megatron import chunk_checkpoint
 from layerzero.megatron.global_names import expert_names_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
-from tests.support.megatron_ranks import (
-    Case,
-    make_ours,
-    make_scheduler,
-    megatron,
-    train,
-    whole_weights,
-)
+from tests.support.megatron_ranks import Case, make_ours, make_scheduler, megatron, train, whole_weights
 from tests.support.ranks import run_ranks
 
 # Metadata that Megatron-LM passes: each expert has its own name, so other expert-parallel sizes can load it.

@@ -16,15 +16,7 @@ import layerzero.megatron
 from layerzero.cli import app
 from layerzero.megatron import export_parts
 from tests.support.megatron_checkpoints import load, save
-from tests.support.megatron_ranks import (
-    Case,
-    make_config,
-    make_ours,
-    make_scheduler,
-    megatron,
-    run_step,
-    whole_weights,
-)
+from tests.support.megatron_ranks import Case, make_config, make_ours, make_scheduler, megatron, run_step, whole_weights
 from tests.support.ranks import run_ranks
 
 GATED = (("gated_linear_unit", True), ("num_query_groups", 2))

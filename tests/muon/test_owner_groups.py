@@ -40,15 +40,7 @@ from tests.muon.test_owner_meshes import (
     tensor_parallel,
 )
 from tests.muon.test_owner_state import state_alone, whole_state
-from tests.support.models import (
-    IntegerNet,
-    different,
-    full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-    union,
-)
+from tests.support.models import IntegerNet, different, full_parameters, integer_batch, integer_loss, integer_net, union
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # A second optimizer over the same parameters
