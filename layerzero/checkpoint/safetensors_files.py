@@ -318,7 +318,8 @@ def _destination(target: Tensor, stored_rows: Tensor, wanted: tuple[slice, ...])
         stored_rows: tensor on ``meta`` with the shape and dtype of the rows.
         wanted: region of `stored_rows` that contains the wanted values.
     """
-    if target.dtype == stored_rows.dtype and target.shape == stored_rows.shape and target.is_contiguous():
+    has_stored_bytes = target.dtype == stored_rows.dtype and not (target.is_conj() or target.is_neg())
+    if has_stored_bytes and target.shape == stored_rows.shape and target.is_contiguous():
         return _byte_view(target), lambda: None
     rows = torch.empty_like(stored_rows, device="cpu")
     return _byte_view(rows), partial(target.copy_, rows[wanted])

@@ -16,6 +16,7 @@ import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk, chunk_checkpoint
+from tests.support.damaging import flip_bit
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import on_ranks
 from tests.support.rivals import Job, kill_one_of_two, race
@@ -120,9 +121,7 @@ def test_a_checkpoint_with_one_damaged_stage_changes_none(rank: int, tmp_path: P
     before = _weights(again)
     if rank == 0:
         (file,) = (tmp_path / "one").glob("*stage-001-chunk-001/rank-00000.safetensors")
-        content = bytearray(file.read_bytes())
-        content[-3] ^= 4
-        file.write_bytes(content)
+        flip_bit(file, -3)
     dist.barrier()
     with pytest.raises(CheckpointError, match="stage-001-chunk-001"):
         layerzero.megatron.load(tmp_path / "one", again)

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.checkpointing import everything, train
+from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import IntegerNet, different, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -180,3 +180,13 @@ def _misfits(rank: int, path: str) -> None:
 
 def test_what_does_not_fit_is_an_error_here_too(tmp_path: Path) -> None:
     run_ranks(_misfits, str(tmp_path / "dcp"), world_size=2)
+
+
+@on_ranks(world_size=1)
+def test_values_are_read_into_conjugate_and_negative_views(rank: int, tmp_path: Path) -> None:
+    model, _ = sharded_net(1)
+    checkpoint.save(tmp_path / "one", model, extra={"z": torch.tensor([1 + 2j]), "i": torch.tensor([3.0])})
+    z = torch.zeros(1, dtype=torch.complex64).conj()
+    views = {"z": z, "i": torch.zeros(1, dtype=torch.complex64).conj().imag}
+    dcp.load({"extra": views}, storage_reader=checkpoint.reader(tmp_path / "one"))
+    assert views["z"].tolist() == [1 + 2j] and views["i"].tolist() == [3.0]

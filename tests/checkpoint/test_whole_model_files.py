@@ -20,6 +20,7 @@ from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
 from layerzero.dtensor.local_shard import plain
 from tests.support.checkpointing import WithBuffers, everything, sharded_net
+from tests.support.damaging import flip_bit
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -123,10 +124,7 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     assert "int64" in table["extra.tokens"]
     assert "saved by 4 ranks with zero3_size=2; save number 1 in its folder" in lines[-1]
     assert "all files are intact" in lines[-1]
-    file = path / "rank-00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 4
-    file.write_bytes(content)
+    flip_bit(path / "rank-00002.safetensors")
     damaged = command("inspect", path)
     assert damaged.exit_code == 1 and "rank-00002.safetensors is damaged" in damaged.stderr
 
