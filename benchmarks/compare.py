@@ -45,9 +45,10 @@ from benchmarks.task import OPTIMIZER, Task
 from benchmarks.worker import PEAK_STEPS, WARM_UP, settled
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.integrations.yaml_file import dtype_named
+from layerzero.planning.plan_report import seconds_text
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
-from layerzero.utils.text_tables import seconds_text, size_text, table
+from layerzero.utils.text_tables import size_text, table
 from layerzero.verification.training_runs import TrainingTask, default_loss
 
 __all__ = ["COMPARED", "backend_of", "compare", "largest_difference", "main", "report", "schemes_of"]

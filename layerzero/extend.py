@@ -111,7 +111,7 @@ from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
 from layerzero.utils.machine import available_memory, boot_id
 from layerzero.utils.nonfinite import any_not_finite, format_first_names, max_magnitudes, nonfinite_names
-from layerzero.utils.text_tables import parameters_text, seconds_text, size_text, table
+from layerzero.utils.text_tables import size_text, table
 
 __all__ = [
     "ACCUMULATIONS",
@@ -217,7 +217,6 @@ __all__ = [
     "optimizer_bytes",
     "original_dtypes",
     "overlap",
-    "parameters_text",
     "plain_access",
     "plan_unit",
     "plan_unit_specs",
@@ -233,7 +232,6 @@ __all__ = [
     "require_numpy",
     "rows_of",
     "scratch_of",
-    "seconds_text",
     "send_recv",
     "set_gradient_divide_factor",
     "sharded",

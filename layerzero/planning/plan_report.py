@@ -11,12 +11,12 @@ from math import isinf
 from typing import Any
 
 from layerzero import LayerZeroConfig
-from layerzero.extend import parameters_text, seconds_text, size_text, table
+from layerzero.extend import size_text, table
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Estimator, Row
 from layerzero.planning.step_cost import ASSUMPTIONS, MARGIN, paying_links
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "seconds_text"]
 
 _SHOWN = 12  # number of rows of layerzero in the text
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
@@ -144,11 +144,11 @@ class Plan:
     def as_text(self) -> str:
         """Return the answers to the three questions as tables, with at most twelve rows of layerzero."""
         cluster, num_units, count = self.cluster, len(self.estimator.units), self.estimator.micro_batches
-        trained = f" ({parameters_text(self.trained_numel).removesuffix(' parameters')} trained)"
+        trained = f" ({_count_text(self.trained_numel)} trained)"
         activations = "" if self.estimator.compute.activation_bytes else "; activations are unknown and not counted"
         shown = [row for row in self.rows if row.fits or self.best is None][:_SHOWN]
         lines = [
-            f"{parameters_text(self.numel)}{trained * (self.numel != self.trained_numel)} in "
+            f"{_count_text(self.numel)} parameters{trained * (self.numel != self.trained_numel)} in "
             f"{num_units} unit{'s' * (num_units > 1)}; {count} micro-batch{'es' * (count > 1)} of "
             f"{self.tokens:,} tokens per rank and step{activations}",
             str(cluster),
@@ -201,6 +201,17 @@ def _cells(row: Row) -> Sequence[str]:
         *map(size_text, (row.host, cost.zero3, cost.replica, cost.between)),
         seconds_text(cost.seconds()),
     )
+
+
+def _count_text(number: float) -> str:
+    """Return a number of parameters as text, such as ``6.74 B``."""
+    return size_text(number).removesuffix("B").rstrip().replace("G", "B")
+
+
+def seconds_text(value: float) -> str:
+    if value >= 1 or value == 0:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
 def _links_text(links: tuple[float, float] | None) -> str:

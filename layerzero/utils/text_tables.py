@@ -1,10 +1,10 @@
-"""Format plain-text tables and numbers with units."""
+"""Format plain-text tables and sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["parameters_text", "seconds_text", "si_text", "size_text", "table"]
+__all__ = ["size_text", "table"]
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
@@ -28,28 +28,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 def size_text(nbytes: float) -> str:
     """Return a number of bytes as text with a decimal unit, such as ``1.24 GB``."""
-    return _with_unit(nbytes, "B")
-
-
-def si_text(number: float) -> str:
-    """Return a number as text with an SI prefix, such as ``12.3 k``."""
-    return _with_unit(number, "").rstrip()
-
-
-def parameters_text(number: float) -> str:
-    """Return a number of parameters as text, such as ``6.74 B parameters``."""
-    return f"{si_text(number).replace('G', 'B')} parameters"
-
-
-def seconds_text(value: float) -> str:
-    if value >= 1 or value == 0:
-        return f"{value:.2f} s"
-    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
-
-
-def _with_unit(number: float, unit: str) -> str:
-    power = 0
+    number, power = nbytes, 0
     while abs(number) >= 999.5 and power + 1 < len(_LARGE):
         number, power = number / 1000, power + 1
     digits = 0 if power == 0 and number == int(number) else 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
-    return f"{number:.{digits}f} {_LARGE[power]}{unit}"
+    return f"{number:.{digits}f} {_LARGE[power]}B"

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, TransformerShape, plan
+from layerzero.planning.plan_report import seconds_text
 from layerzero.planning.step_cost import ASSUMPTIONS
-from layerzero.utils.text_tables import seconds_text, size_text
+from layerzero.utils.text_tables import size_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "planning.md"

@@ -19,8 +19,9 @@ from benchmarks.model_shapes import UNITS
 from layerzero import Codecs, LayerZeroConfig, Offload, PrecisionPolicy
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, StepCost, TransformerShape, plan, read_config
+from layerzero.planning.plan_report import _count_text, seconds_text
 from layerzero.planning.step_cost import MARGIN, Pass, paying_links
-from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
+from layerzero.utils.text_tables import size_text, table
 from tests.support.ranks import mesh_of, run_ranks
 
 SMALL = TransformerShape(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
@@ -206,7 +207,7 @@ def test_frozen_parameters_have_no_gradients_in_any_scheme() -> None:
         plan(make, cluster, units={Block}, micro_batches=3, tokens=64, recompute=False) for make in (Trained, Adapted)
     )
     assert (whole.trained_numel, part.numel, part.trained_numel) == (numel, numel, 13)
-    assert " trained)" not in str(whole) and f"{si_text(numel)} parameters (13 trained) in 6 units" in str(part)
+    assert " trained)" not in str(whole) and f"{_count_text(numel)} parameters (13 trained) in 6 units" in str(part)
     for row, other in zip(part.other_schemes, whole.other_schemes, strict=True):
         scheme = row.scheme
         states = 2 if scheme == "HSDP" else 4
@@ -450,5 +451,5 @@ def test_numbers_have_units_for_people() -> None:
         "0 B", "999 B", "1.00 kB", "1.24 MB", "1.00 MB", "50.0 TB",
     ]  # fmt: skip
     assert [seconds_text(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 µs"]
-    assert si_text(12_345) == "12.3 k"
+    assert _count_text(12_345) == "12.3 k"
     assert table(("a", "bb"), [("x", "1"), ("yy", "22")]) == "a   bb\nx    1\nyy  22"
