@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from layerzero import checkpoint
 from layerzero.checkpoint import buddy_snapshots
@@ -46,13 +48,29 @@ def _buddies(folder: Path, model, optimizer, node: int | None = None) -> checkpo
     return checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
 
 
+def _started(folder: Path) -> tuple[nn.Module, Optimizer, checkpoint.Buddies]:
+    model, optimizer = sharded_net(2, adam=True)
+    return model, optimizer, _buddies(folder, model, optimizer)
+
+
+def _take(keeper: checkpoint.Buddies, extra: object) -> None:
+    keeper.snapshot(extra)
+    keeper.wait()
+
+
+def _extra(keeper: checkpoint.Buddies) -> Any:
+    """Load the last snapshot, which must exist, and return its `extra`."""
+    found = keeper.load()
+    assert found is not None
+    return found.extra
+
+
 # --- contents, location and loading of snapshots ---
 
 
 @on_ranks()
 def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(tmp_path, model, optimizer)
+    model, optimizer, keeper = _started(tmp_path)
     assert keeper.load() is None
     train(model, optimizer, range(3))
     states = {}
@@ -70,8 +88,7 @@ def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: 
         assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
     on_first_rank(shutil.rmtree, _node(tmp_path, 3))
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
-    found = _buddies(tmp_path, again, its_optimizer).load()
-    assert found is not None and found.extra == {"step": 5, "mine": rank}
+    assert _extra(_buddies(tmp_path, again, its_optimizer)) == {"step": 5, "mine": rank}
     assert not (wrong := different(everything(again, its_optimizer), states[5])), wrong
     train(again, its_optimizer, range(5, 7))
     train(model, optimizer, range(6, 7))
@@ -90,17 +107,14 @@ def test_a_snapshot_is_loaded_without_the_memory_of_a_node(rank: int, tmp_path: 
 
 def _on_fewer(rank: int, folder: Path, states) -> None:
     again, its_optimizer = sharded_net(1, adam=True, seed=1)
-    found = checkpoint.Buddies(again, its_optimizer, name=NAME, memory=folder / "node0").load()
-    assert found is not None and found.extra == 7
+    assert _extra(checkpoint.Buddies(again, its_optimizer, name=NAME, memory=folder / "node0")) == 7
     assert not (wrong := different(everything(again, its_optimizer), states)), wrong
 
 
 def _take_one(rank: int, folder: Path):
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(folder, model, optimizer)
+    model, optimizer, keeper = _started(folder)
     train(model, optimizer, range(2))
-    keeper.snapshot(7)
-    keeper.wait()
+    _take(keeper, 7)
     return everything(model, optimizer)
 
 
@@ -113,8 +127,7 @@ def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) 
 @on_ranks()
 def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path) -> None:
     """Bring back a node after a long time, with more snapshots than were taken since."""
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(tmp_path, model, optimizer)
+    model, optimizer, keeper = _started(tmp_path)
     with mock.patch.object(buddy_snapshots.time, "time", return_value=time.time() - 1e6):
         for step in range(4):
             keeper.snapshot(step)
@@ -123,22 +136,18 @@ def test_an_old_snapshot_does_not_outdo_a_younger_one(rank: int, tmp_path: Path)
     on_first_rank(shutil.rmtree, tmp_path / "node0")
     keeper = _buddies(tmp_path, model, optimizer)
     assert keeper.load() is None
-    keeper.snapshot("young")
-    keeper.wait()
+    _take(keeper, "young")
     on_first_rank(shutil.rmtree, tmp_path / "node1")
     on_first_rank((tmp_path / "away").rename, tmp_path / "node1")
     keeper = _buddies(tmp_path, model, optimizer)
-    found = keeper.load()
-    assert found is not None and found.extra == "young"
+    assert _extra(keeper) == "young"
 
 
 @on_ranks(timeout=100)
 def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(tmp_path, model, optimizer)
+    model, optimizer, keeper = _started(tmp_path)
     runs = tmp_path / "runs"
-    keeper.snapshot("before")
-    keeper.wait()
+    _take(keeper, "before")
     assert keeper.load(newer_than=runs).extra == "before", "there is nothing on the disk"
     time.sleep(1.1)
     checkpoint.save(runs / "step-1", model, optimizer)
@@ -147,8 +156,7 @@ def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(rank: int, tmp_path: Pat
     time.sleep(1.1)
     keeper._period = 1e4  # a snapshot is spread over a quarter of the interval, too long for wait()
     keeper._began = time.monotonic() - 1e4
-    keeper.snapshot("after")
-    keeper.wait()
+    _take(keeper, "after")
     assert keeper.load(newer_than=runs if rank == 0 else None).extra == "after"
     keeper.close()
 
@@ -158,11 +166,9 @@ def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(rank: int, tmp_path: Pat
 
 @on_ranks()
 def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(tmp_path, model, optimizer)
+    model, optimizer, keeper = _started(tmp_path)
     train(model, optimizer, range(2))
-    keeper.snapshot(2)
-    keeper.wait()
+    _take(keeper, 2)
     state = everything(model, optimizer)
     train(model, optimizer, range(2, 3))
     real = buddy_snapshots.read_pieces
@@ -178,29 +184,24 @@ def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: 
             keeper.wait()
     dist.barrier()
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
-    found = _buddies(tmp_path, again, its_optimizer).load()
-    assert found is not None and found.extra == 2
+    assert _extra(_buddies(tmp_path, again, its_optimizer)) == 2
     assert not different(everything(again, its_optimizer), state)
     keeper.snapshot(3)  # and the next snapshot is taken
     keeper.wait()
-    found = _buddies(tmp_path, again, its_optimizer).load()
-    assert found is not None and found.extra == 3
+    assert _extra(_buddies(tmp_path, again, its_optimizer)) == 3
     # After a bit flip in memory the previous snapshot is loaded, and the log says so.
     train(model, optimizer, range(3, 4))
-    keeper.snapshot(4)
-    keeper.wait()
+    _take(keeper, 4)
     dist.barrier()
     if rank == 2:
         flip_bit(max(_home(_node(tmp_path, 2)).iterdir()) / "rank-00002.safetensors")
     dist.barrier()
-    found = _buddies(tmp_path, again, its_optimizer).load()
-    assert found is not None and found.extra == 3
+    assert _extra(_buddies(tmp_path, again, its_optimizer)) == 3
 
 
 @on_ranks()
 def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) -> None:
-    model, optimizer = sharded_net(2, adam=True)
-    keeper = _buddies(tmp_path, model, optimizer)
+    model, optimizer, keeper = _started(tmp_path)
     train(model, optimizer, range(1))
     keeper.snapshot(1)
 
@@ -214,8 +215,7 @@ def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) 
             pytest.raises(checkpoint.CheckpointError, match=r"rank 2: .*No space left .* bytes of free space"),
         ):
             keeper.snapshot(2)
-        found = keeper.load()
-        assert found is not None and found.extra == 1
+        assert _extra(keeper) == 1
     broken = OSError(5, "Input/output error") if rank == 2 else None
     with (
         mock.patch.object(buddy_snapshots, "allocate_file", side_effect=broken),
@@ -231,16 +231,14 @@ def test_where_there_is_no_room_what_was_taken_stays(rank: int, tmp_path: Path) 
     for folder in keeper.folder.iterdir() if rank == 0 else ():  # as if a load had been killed while it fetched
         (folder / ".rank-00000.safetensors").write_bytes(b"part")
     dist.barrier()
-    found = keeper.load()
-    assert found is not None and found.extra == 1
+    assert _extra(keeper) == 1
     dist.barrier()  # each rank removes the files that it has fetched
     assert rank > 1 or not any(file.is_file() for file in keeper.folder.rglob("*")), "what was fetched is gone again"
     on_first_rank(shutil.rmtree, keeper.folder)
     on_first_rank(lost.rename, keeper.folder)
     for step in (3, 4):
         keeper.snapshot(step)
-        found = keeper.load()
-        assert found is not None and found.extra == step
+        assert _extra(keeper) == step
 
 
 @on_ranks()

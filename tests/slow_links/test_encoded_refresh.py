@@ -60,6 +60,14 @@ def _step(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, m
     return loss
 
 
+def _trained(size: int, codec: Any, rank: int, steps: int) -> tuple[nn.Module, list[Optimizer]]:
+    model = _shard(size, codec)
+    optimizers = make_adamw(model)
+    for step in range(steps):
+        _step(model, optimizers, rank, step)
+    return model, optimizers
+
+
 def _handles(model: nn.Module) -> list[Handle]:
     return [handle for handle in get_state(model).handles if handle.members]
 
@@ -393,10 +401,7 @@ def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
 def test_a_rank_can_ask_for_a_full_refresh(rank: int) -> None:
     """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
     for deferred in (False, True):
-        model = _shard(2, INT4)
-        optimizers = make_adamw(model)
-        for step in range(2):
-            _step(model, optimizers, rank, step)
+        model, optimizers = _trained(2, INT4, rank, 2)
         _backward(model, rank, 2)
         if rank == 3:
             rows = next(p.to_local() for p in model.layers[1].parameters() if p.to_local().numel())
@@ -574,10 +579,7 @@ def test_fingerprints_compare_replicas_only(ranks: int, expected: list[Any]) -> 
 @on_ranks()
 def test_streams_have_the_weights_of_forward_passes(rank: int) -> None:
     """Streams yield the weights of the next forward pass; everything else that reads weights yields the masters."""
-    model = _shard(2, INT4)
-    optimizers = make_adamw(model)
-    for step in range(3):
-        _step(model, optimizers, rank, step)
+    model, _ = _trained(2, INT4, rank, 3)
     masters = layerzero.full_state_dict(model, rank0_only=False)
     streamed = {name: tensor.clone() for name, tensor in layerzero.stream_weights(model)}
     assert any(not torch.equal(streamed[name], masters[name].bfloat16()) for name in masters)
@@ -620,9 +622,7 @@ def test_a_resumed_run_begins_with_the_cast_masters(tmp_path: Path) -> None:
 
 @on_ranks()
 def test_close_ends_the_threads(rank: int) -> None:
-    model = _shard(2, "lossless")
-    optimizers = make_adamw(model)
-    _step(model, optimizers, rank, 0)
+    model, _ = _trained(2, "lossless", rank, 1)
     refresher = get_state(model).handles[0].weights.refresher
     threads = [stream.thread for stream in (refresher._encoding, refresher._decoding)]
     assert all(thread.is_alive() for thread in threads)
@@ -632,10 +632,7 @@ def test_close_ends_the_threads(rank: int) -> None:
 
 @on_ranks(world_size=2, pg_timeout=5)
 def test_a_rank_that_does_not_take_part_is_an_error(rank: int) -> None:
-    model = _shard(1, "lossless")
-    optimizers = make_adamw(model)
-    for step in range(2):
-        _step(model, optimizers, rank, step)
+    model, optimizers = _trained(1, "lossless", rank, 2)
     if rank == 0:
         return
     with pytest.raises(RuntimeError, match=r"layerzero: .*failed|did not take part"):
