@@ -117,16 +117,16 @@ class Communicator:
         *,
         sums_locally: bool = False,
     ) -> Communicator:
-        held_group = group if isinstance(group, HeldGroup) else HeldGroup(group)
-        is_gloo = backend_of(held_group.group, device_type) == "gloo"
+        held_group = group if isinstance(group, HeldGroup) else HeldGroup.of(group)
+        is_gloo = _backend_in(held_group.backends, device_type) == "gloo"
         device = compute_device(device_type)
         return cls(
             name=name,
             axis=axis,
             held_group=held_group,
             counters=counters,
-            size=dist.get_world_size(held_group.group),
-            rank=dist.get_rank(held_group.group),
+            size=len(held_group.ranks),
+            rank=held_group.ranks.index(dist.get_rank()),
             is_gloo=is_gloo,
             sums_locally=sums_locally or is_gloo,
             stream_device=None if is_gloo or device_module(device) is None else device,
@@ -151,8 +151,11 @@ class Communicator:
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """Return the backend that `group` uses for a device type. With "cpu:gloo,cuda:nccl", each type has its own."""
-    config: str = dist.get_backend_config(group)
-    return dict(entry.split(":") for entry in config.split(","))[device_type]
+    return _backend_in(dist.get_backend_config(group), device_type)
+
+
+def _backend_in(backends: str, device_type: str) -> str:
+    return dict(entry.split(":") for entry in backends.split(","))[device_type]
 
 
 class Transfer(Protocol):

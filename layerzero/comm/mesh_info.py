@@ -103,8 +103,19 @@ class MeshInfo:
             first = self.grid.zero3_rank // ranks * ranks
             block = slice(first, first + ranks)
             self._among[ranks] = self._comm_like(self.zero3_gather_comm, f"zero3 gather of {ranks}", block)
-            connect(self._among[ranks], self.device)
+            self._connect(self._among[ranks])
         return self._among[ranks]
+
+    def connect(self) -> None:
+        """Connect the communicators that collectives of a step use. All ranks of the mesh must call this method.
+
+        If the groups of the model are deferred, they must be created first.
+        """
+        self._connect(self.zero3_gather_comm, self.zero3_reduce_comm, self.replica_comm, *self._among.values())
+
+    def _connect(self, *comms: Communicator) -> None:
+        for comm in () if self.groups.deferred else comms:
+            connect(comm, self.device)
 
     def new_refresh_comm(self) -> Communicator:
         """Create a communicator along the replica axis for encoded refreshes. All ranks must call this method."""
@@ -112,8 +123,8 @@ class MeshInfo:
 
     def _comm_like(self, comm: Communicator, name: str, members: slice) -> Communicator:
         """Create a communicator of some of the ranks of `comm`, along the same axis."""
-        ranks, kind = dist.get_process_group_ranks(comm.group)[members], self.mesh.device_type
-        group = self.groups.new(ranks, like=comm.group, device_type=kind)
+        ranks, kind = comm.held_group.ranks[members], self.mesh.device_type
+        group = self.groups.new(ranks, like=self.mesh.get_group(comm.axis), device_type=kind)
         return Communicator.over(name, comm.axis, group, self.counters, kind)
 
     @classmethod
@@ -126,6 +137,8 @@ class MeshInfo:
         sums_locally: bool = False,
     ) -> MeshInfo:
         """Create the communicators of a mesh, and return its mesh info. All ranks of the mesh must call this method.
+
+        If the groups are deferred, this method does not communicate.
 
         Args:
             mesh: see :func:`as_data_parallel`.
@@ -163,8 +176,7 @@ class MeshInfo:
             zero3_control_comm=comm_of("zero3 control", "control", row, zero3),
             replica_control_comm=comm_of("replica control", "control", column, zero3),
         )
-        for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm):
-            connect(comm, mesh_info.device)
+        mesh_info.connect()
         return mesh_info
 
 

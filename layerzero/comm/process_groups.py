@@ -125,15 +125,17 @@ class HeldGroup:
             waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
         last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
             waited for it. Only set on a device.
+        name: name of the group, or an empty string until the group is created; see :class:`ModelGroups`.
+        backends: backend of each device type, as in ``torch.distributed.get_backend_config``.
         log: collectives that this rank has launched on the group.
         failure: message of the error with which waits for collectives of the group have ended, or an empty string.
         last_encoded_reduction: event after the last encoded reduction, if no later collective on a stream of the engine
             has waited for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
-        self._group: dist.ProcessGroup | None = group
-        self._store = store  # the group's part of the rendezvous store; None for groups that torch keeps
+    def __init__(self, ranks: Sequence[int], backends: str) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._store: Store | None = None  # the group's part of the rendezvous store; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.in_flight: dict[int, Any] = {}
@@ -141,18 +143,37 @@ class HeldGroup:
         self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
         self.last_encoded_reduction: Waitable | None = None
-        self.log = _LOGS.setdefault(group, LaunchLog())
+        self.log = LaunchLog()
         self.failure = ""
-        self.name: str = group.group_name
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL
+        self.name = ""
+        self.ranks = tuple(ranks)
+        self.backends = backends
+        self.is_local = {each.split(":")[1] for each in backends.split(",")} <= _LOCAL
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> HeldGroup:
+        """Return a reference to an existing group."""
+        held = cls(dist.get_process_group_ranks(group), dist.get_backend_config(group))
+        held.set_group(group)
+        return held
+
+    def set_group(self, group: dist.ProcessGroup, store: Store | None = None) -> None:
+        """Set the process group, once."""
+        assert self._group is None
+        self._group, self._store = group, store
+        self.log = _LOGS.setdefault(group, self.log)
+        self.name = group.group_name
         _HELD.add(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises RuntimeError if the group has been closed or released."""
+        """The process group. Raises RuntimeError if the group has been closed or released, or does not exist yet."""
         self.require_open()
-        assert self._group is not None
+        if self._group is None:
+            raise RuntimeError(
+                f"the process group of the ranks {list(self.ranks)} does not exist yet, because the root of its model "
+                "was not made. Call make_root first, on all ranks"
+            )
         return self._group
 
     def require_open(self) -> None:
@@ -217,9 +238,16 @@ def current_groups() -> list[HeldGroup]:
 
 
 class ModelGroups:
-    """Process groups that a model has created; see [Note: Release of groups]."""
+    """Process groups that a model has created; see [Note: Release of groups].
 
-    def __init__(self) -> None:
+    Args:
+        deferred: if True, groups are created by :meth:`create_deferred`. Units can then be built before ranks
+            communicate.
+    """
+
+    def __init__(self, *, deferred: bool = False) -> None:
+        self.deferred = deferred
+        self._waiting: list[tuple[HeldGroup, dist.ProcessGroup, str, str]] = []  # arguments of `_create`
         self._held: list[HeldGroup] = []
         self._finalizer = weakref.finalize(self, _enqueue, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
@@ -229,12 +257,25 @@ class ModelGroups:
 
         All members of the group must call this method, in the same order relative to other groups.
         """
-        group, store = _create_group(ranks, like=like, device_type=device_type, backend=backend)
-        held = HeldGroup(group, store=store)
+        backends = str(dist.BackendConfig(dist.Backend(backend or dist.get_backend_config(like))))
+        held = HeldGroup(sorted(ranks), backends)
+        self._waiting.append((held, like, device_type, backend))
+        if not self.deferred:
+            self.create_deferred()
+        return held
+
+    def create_deferred(self) -> None:
+        """Create the groups whose creation was deferred, and create later groups at once."""
+        self.deferred = False
+        while self._waiting:
+            self._create(*self._waiting.pop(0))
+
+    def _create(self, held: HeldGroup, like: dist.ProcessGroup, device_type: str, backend: str) -> None:
+        group, store = _create_group(held.ranks, like=like, device_type=device_type, backend=backend)
+        held.set_group(group, store)
         self._held.append(held)
         if held.is_local:
             hide_group(group)
-        return held
 
     def abandon(self) -> None:
         """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""

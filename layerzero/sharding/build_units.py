@@ -41,6 +41,7 @@ from layerzero.sharding.meta_init import (
 from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition
+from layerzero.sharding.unit_settings import unit_to_compare
 from layerzero.utils.add_ons import addon
 
 __all__ = ["BuiltUnit", "PlannedUnit", "build_unit", "plan_handles", "plan_unit", "require_equal_encoded_sizes"]
@@ -60,11 +61,13 @@ class BuiltUnit(NamedTuple):
     Attributes:
         uninitialized: parameters and buffers that were on the meta device and have no values yet.
         was_on_meta: True if any parameter or buffer was on the meta device.
+        to_compare: properties that all ranks must compare before they connect, by name. Empty if they are connected.
     """
 
     unit: Unit
     uninitialized: list[UninitializedTensor]
     was_on_meta: bool
+    to_compare: dict[str, object]
 
 
 def plan_handles(
@@ -220,6 +223,7 @@ def build_unit(
     """
     plan, policy, config = planned.definition, planned.settings.policy, shared.config
     site = shared.sites[plan.mesh]
+    to_compare = {} if shared.is_connected else unit_to_compare(plan, planned.settings, config)
     originals = list(plan.parameters)
     extensions = _take_extensions(plan, policy)
     on_meta = tensors_on_meta(plan)
@@ -256,7 +260,7 @@ def build_unit(
         enclosing=[each.unit for each in enclosing],
     )
     unit.show_sharded()
-    return BuiltUnit(unit, uninitialized, bool(on_meta))
+    return BuiltUnit(unit, uninitialized, bool(on_meta), to_compare)
 
 
 def _gather_options(planned: PlannedUnit, config: LayerZeroConfig, site: UnitMesh) -> GatherOptions:

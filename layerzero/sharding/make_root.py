@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from layerzero.comm.agreement import has_peers
+from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.collectives import timeout_of
+from layerzero.comm.process_groups import group_count_fields
 from layerzero.comm.waits import monitor_waits
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.device.accelerator import device_module
@@ -16,6 +17,7 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
 from layerzero.engine.hooks import register_hooks
 from layerzero.engine.state import LayerZeroState
+from layerzero.engine.unit import Unit
 from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import scratch_of
 from layerzero.estimates.specs import specs_of
@@ -35,15 +37,18 @@ _log = logging.getLogger("layerzero")
 def make_root(model: nn.Module, built: Iterable[BuiltUnit], shared: SharedResources) -> LayerZeroState:
     """Create the state of a model from its units, register the hooks, and start the watchdog. Return the state.
 
-    All ranks of the model must call this function.
+    If the process groups were deferred, the ranks first compare their units and settings, and connect. All ranks of
+    the model must call this function.
 
     Args:
         built: all units of the model, in any order. One of them is the root, whose module is `model`.
         shared: resources with which the units were built.
+
+    Raises:
+        ValueError: a unit is not in the model, or the model is not one of the units; or ranks disagree.
     """
     built, config, ranks = list(built), shared.config, shared.ranks
-    position = {module: index for index, module in enumerate(model.modules())}  # the model itself is first
-    units = sorted((each.unit for each in built), key=lambda unit: position[unit.modules[0]])
+    units = _connect_units(model, built, shared)
     scratch = scratch_of(units, config)
     shared.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
@@ -57,6 +62,27 @@ def make_root(model: nn.Module, built: Iterable[BuiltUnit], shared: SharedResour
         lz_state.status.first_forward_checks.append(initialization_check(uninitialized, lz_state.members, ranks.ranks))
     _attach_to_model(lz_state)
     return lz_state
+
+
+def _connect_units(model: nn.Module, built: Sequence[BuiltUnit], shared: SharedResources) -> list[Unit]:
+    """Return the units in the order of the model, the root first. Connect the ranks, if they are not connected yet."""
+    position = {module: index for index, module in enumerate(model.modules())}  # the model itself is first
+    units, failure = [each.unit for each in built], None
+    outside = [unit.name for unit in units if not position.keys() >= {*unit.modules}]
+    if outside or not any(unit.modules == [model] for unit in units):
+        problem = f"unit {outside[0]!r} is outside of the model" if outside else "the model is not one of the units"
+        failure = ValueError(f"make_root: {problem}. Build units of modules of the model, and one of the model itself")
+    if not shared.is_connected:
+        mesh_info, fields = shared.ranks.mesh_info, shared.config.comparable_settings()
+        for each in built:
+            fields |= each.to_compare
+        comms = (mesh_info.zero3_gather_comm, mesh_info.replica_comm)
+        groups = group_count_fields(*(comm.held_group.ranks for comm in comms), shared.ranks.ranks)
+        require_equal("make_root", fields, ranks=shared.ranks.ranks, groups=groups, failure=failure)
+        shared.connect()
+    if failure is not None:
+        raise failure
+    return sorted(units, key=lambda unit: position[unit.modules[0]])
 
 
 def _attach_to_model(lz_state: LayerZeroState) -> None:

@@ -178,7 +178,7 @@ def shard_model(
         check_meta_init(plans, param_init_fn)
         settings = settings_of_units(plans, config)
         check_codecs(settings, config.codecs, root)
-        fields = settings_to_compare(model, settings, config)
+        fields = settings_to_compare(settings, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     failure = model_parallel_failure(model, root, fields, failure)
@@ -217,7 +217,7 @@ def _build(
     groups = ModelGroups()
     sums_locally = next(iter(settings.values())).policy.fp32_accumulation
     try:
-        shared = SharedResources.connect(model_parallel_meshes, config, groups, sums_locally=sums_locally)
+        shared = SharedResources.create(model_parallel_meshes, config, groups, sums_locally=sums_locally)
         planned = [plan_unit(plan, chosen, shared) for plan, chosen in settings.items()]
         require_equal_encoded_sizes(planned, shared)
         shared = shared.share_memory([handle for unit in planned for handle in unit.handles])

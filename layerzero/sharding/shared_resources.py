@@ -44,10 +44,13 @@ class SharedResources:
     sites: Mapping[DeviceMesh, UnitMesh]
 
     @classmethod
-    def connect(
+    def create(
         cls, meshes: ModelParallelMeshes, config: LayerZeroConfig, groups: ModelGroups, *, sums_locally: bool
     ) -> SharedResources:
-        """Create the process groups of a model, and transports that use them. All of its ranks must call this method.
+        """Create the communicators of a model, and transports over process groups. All of its ranks must call this.
+
+        If the groups are deferred, this method does not communicate, and :func:`make_root` connects the ranks. The
+        model then has one mesh, and neither model-parallel axes nor encoded refreshes.
 
         Args:
             meshes: the model-parallel mesh, or None, by mesh of units. The root's mesh is the first key.
@@ -61,12 +64,27 @@ class SharedResources:
             return MeshResources(mesh_info, transports[mesh_info], pools, _create_refresher(mesh_info, config, pools))
 
         ranks, sites = connect_meshes(meshes, groups, resources_of, sums_locally=sums_locally)
-        if not ranks.mesh_info.zero3_reduce_comm.held_group.is_local:
-            drop_released_groups(ranks.all_gather_text, ranks.ranks)
-        if config.codecs.hop2 is not None:
-            for site in sites.values():
-                connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
-        return cls(config, ranks, pools, sites)
+        shared = cls(config, ranks, pools, sites)
+        if not groups.deferred:
+            shared.connect()
+        return shared
+
+    @property
+    def is_connected(self) -> bool:
+        return not self.ranks.mesh_info.groups.deferred
+
+    def connect(self) -> None:
+        """Create the process groups that were deferred, and connect the ranks. All ranks must call this method."""
+        mesh_infos = [site.mesh_info for site in self.sites.values()]
+        if not self.is_connected:
+            self.ranks.mesh_info.groups.create_deferred()
+            for mesh_info in mesh_infos:
+                mesh_info.connect()
+        if not self.ranks.mesh_info.zero3_reduce_comm.held_group.is_local:
+            drop_released_groups(self.ranks.all_gather_text, self.ranks.ranks)
+        if self.config.codecs.hop2 is not None:
+            for mesh_info in mesh_infos:
+                connect_pairs(mesh_info.replica_comm, mesh_info.device)
 
     def share_memory(self, handles: Sequence[HandleSpec]) -> SharedResources:
         """Return the resources for a model with these handles, whose ranks share memory if they can.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -23,6 +22,7 @@ __all__ = [
     "require_broadcastable_buffers",
     "settings_of_units",
     "settings_to_compare",
+    "unit_to_compare",
 ]
 
 ChosenSettings = Mapping[UnitDefinition, UnitSettings]
@@ -42,30 +42,34 @@ def settings_of_units(
     }
 
 
-def settings_to_compare(model: nn.Module, settings: ChosenSettings, config: LayerZeroConfig) -> dict[str, object]:
+def settings_to_compare(settings: ChosenSettings, config: LayerZeroConfig) -> dict[str, object]:
     """Return the settings and model properties that must be the same on all ranks of the model, by name."""
     fields, plans = config.comparable_settings(), [*settings]
     fields["units"] = [plan.name for plan in plans]
     for plan, chosen in settings.items():
-        compared = config.comparable_settings_of_unit(chosen)
-        fields |= {f"{name} of {plan.label}": value for name, value in compared.items()}
-        if len(plan.called) > 1:
-            fields[f"modules that call {plan.label}"] = [plan.modules.get(module) for module in plan.called]
-        for info in plan.parameters:
-            parameter = info.parameter
-            frozen = "" if parameter.requires_grad else " frozen"
-            on_meta = " on meta" if parameter.is_meta else ""
-            sharding = (
-                f" {parameter.placements} on {list(parameter.device_mesh.shape)}"
-                if isinstance(parameter, DTensor)
-                else ""
-            )
-            kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
-            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {plan.label}"
-            fields[f"parameter {info.name!r}"] = text
+        fields |= unit_to_compare(plan, chosen, config)
         if plan.mesh is not plans[0].mesh:
             fields[f"shape of the mesh of {plan.label}"] = list(plan.mesh.shape)
-    for name, buffer in model.named_buffers():
+    return fields
+
+
+def unit_to_compare(plan: UnitDefinition, chosen: UnitSettings, config: LayerZeroConfig) -> dict[str, object]:
+    """Return the settings and properties of a unit that must be the same on all ranks of the model, by name."""
+    compared = config.comparable_settings_of_unit(chosen)
+    fields: dict[str, object] = {f"{name} of {plan.label}": value for name, value in compared.items()}
+    if len(plan.called) > 1:
+        fields[f"modules that call {plan.label}"] = [plan.modules.get(module) for module in plan.called]
+    for info in plan.parameters:
+        parameter = info.parameter
+        frozen = "" if parameter.requires_grad else " frozen"
+        on_meta = " on meta" if parameter.is_meta else ""
+        sharding = (
+            f" {parameter.placements} on {list(parameter.device_mesh.shape)}" if isinstance(parameter, DTensor) else ""
+        )
+        kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
+        text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {plan.label}"
+        fields[f"parameter {info.name!r}"] = text
+    for _, _, name, buffer in plan.buffers():
         fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
     return fields
 

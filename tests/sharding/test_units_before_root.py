@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import layerzero
+from layerzero.comm.process_groups import current_groups
 from layerzero.config import PrecisionPolicy
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
@@ -37,18 +42,23 @@ def define(name: str, module: nn.Module, mesh: DeviceMesh) -> UnitDefinition:
     return UnitDefinition(name, mesh, [module], parameters, modules={module: name})
 
 
+def builder(*, deferred: bool, **settings: Any) -> tuple[SharedResources, Callable[..., Any]]:
+    """Return what units share, and a function that builds the unit of a module."""
+    mesh, config = mesh_of(2), layerzero.LayerZeroConfig(sync_module_states=False, **settings)
+    shared = SharedResources.create({mesh: None}, config, ModelGroups(deferred=deferred), sums_locally=False)
+
+    def build(name: str, module: nn.Module) -> Any:
+        chosen = config.unit_settings(name, module, mesh.size(1), PrecisionPolicy())
+        return build_unit(plan_unit(define(name, module, mesh), chosen, shared), shared)
+
+    return shared, build
+
+
+@pytest.mark.parametrize("deferred", [True, False])
 @on_ranks(world_size=4)
-def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(rank: int) -> None:
-    alone, together, mesh = integer_net(), integer_net(), mesh_of(2)
-    config = layerzero.LayerZeroConfig(sync_module_states=False)
-    shared = SharedResources.connect({mesh: None}, config, ModelGroups(), sums_locally=False)
-
-    def build(name: str, module: nn.Module):
-        unit = define(name, module, mesh)
-        settings = config.unit_settings(name, module, mesh.size(1), PrecisionPolicy())
-        return build_unit(plan_unit(unit, settings, shared), shared)
-
-    parts, built = integer_net(), []
+def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(rank: int, deferred: bool) -> None:
+    shared, build = builder(deferred=deferred, reshard_after_forward=lambda name, module: name != "first")
+    parts, built, before = integer_net(), [], current_groups()
     for name in ORDER:
         module = getattr(parts, name)
         built.append(build(name, module))
@@ -59,11 +69,17 @@ def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(rank: i
     model.load_state_dict({"shift": parts.shift.detach()}, strict=False)
     for name in ORDER:
         setattr(model, name, getattr(parts, name))
-    lz_state = make_root(model, [*built, build("", model)], shared)
+    built.append(build("", model))
+    assert current_groups() == before and not shared.ranks.mesh_info.counters.totals().calls, "ranks do not communicate"
+    if deferred:
+        with pytest.raises(RuntimeError, match=r"process group of the ranks .* does not exist yet.*make_root first"):
+            listed[0].full_tensor()
+    lz_state = make_root(model, built, shared)
     assert lz_state is get_state(model) and [unit.name for unit in lz_state.units] == ["", *IntegerNet.UNITS]
-    assert all(ours is before for ours, before in zip(list(model.parameters())[1:], listed, strict=True))
+    assert all(ours is theirs for ours, theirs in zip(list(model.parameters())[1:], listed, strict=True))
 
-    layerzero.shard_model(together, mesh=mesh, units=IntegerNet.UNITS)
+    alone, together = integer_net(), integer_net()
+    layerzero.shard_model(together, mesh=mesh_of(2), units=IntegerNet.UNITS)
     nets = {net: exact_sgd(net.parameters()) for net in (model, together, alone)}
     for net in (model, together):
         nets[net] = layerzero.shard_optimizer(nets[net], net)
@@ -78,4 +94,29 @@ def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(rank: i
         assert not different(full_parameters(model), full_parameters(together))
     traffic, expected = layerzero.traffic(model), layerzero.traffic(together)
     assert traffic.predicted["hop2"] == expected.predicted["hop2"] == traffic.bytes["hop2"] == expected.bytes["hop2"]
+    report = layerzero.memory(model)
+    assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted
     layerzero.close(model)
+
+
+@on_ranks(world_size=4, pg_timeout=20)
+def test_ranks_that_disagree_raise_an_error_before_they_connect(rank: int) -> None:
+    for wrong, name in (({"accumulation": "full"}, "accumulation of unit 'first'"), ({"prefetch": 3}, "prefetch")):
+        shared, build = builder(deferred=True, **(wrong if rank == 1 else {}))
+        model, before = nn.Sequential(nn.Linear(5, 6)), current_groups()
+        built = [build("first", model[0]), build("", model)]
+        with pytest.raises(ValueError, match=f"make_root: ranks disagree.*{name}"):
+            make_root(model, built, shared)
+        assert current_groups() == before
+
+
+@on_ranks(world_size=2, pg_timeout=20)
+def test_units_that_do_not_fit_the_model_of_one_rank_are_refused_on_all_ranks(rank: int) -> None:
+    for wrong, message in (("module", "unit 'first' is outside of the model"), ("root", "the model is not one of the units")):
+        shared, build = builder(deferred=True)
+        model, other = nn.Sequential(nn.Linear(5, 6)), nn.Linear(5, 6)
+        built = [build("first", other if rank == 1 and wrong == "module" else model[0]), build("", model)]
+        if rank == 1 and wrong == "root":
+            del built[1]
+        with pytest.raises(ValueError if rank == 1 else RuntimeError, match=message):
+            make_root(model, built, shared)
