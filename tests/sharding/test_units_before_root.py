@@ -112,7 +112,8 @@ def test_ranks_that_disagree_raise_an_error_before_they_connect(rank: int) -> No
 
 @on_ranks(world_size=2, pg_timeout=20)
 def test_units_that_do_not_fit_the_model_of_one_rank_are_refused_on_all_ranks(rank: int) -> None:
-    for wrong, message in (("module", "unit 'first' is outside of the model"), ("root", "the model is not one of the units")):
+    messages = {"module": "unit 'first' is outside of the model", "root": "the model is not one of the units"}
+    for wrong, message in messages.items():
         shared, build = builder(deferred=True)
         model, other = nn.Sequential(nn.Linear(5, 6)), nn.Linear(5, 6)
         built = [build("first", other if rank == 1 and wrong == "module" else model[0]), build("", model)]
