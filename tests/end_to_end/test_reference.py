@@ -224,8 +224,7 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.default_sample(1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
+    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
 )
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 @BOTH_SHARED_SLOW

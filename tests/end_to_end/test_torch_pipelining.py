@@ -127,10 +127,7 @@ def _all_cases(rank: int, interleaved: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "interleaved",
-    [pytest.param(False, id="1F1B"), pytest.param(True, id="Interleaved1F1B")],
-)
+@pytest.mark.parametrize("interleaved", [pytest.param(False, id="1F1B"), pytest.param(True, id="Interleaved1F1B")])
 @BOTH_SHARED_SLOW
 def test_sharded_stages_train_like_one_process(interleaved: bool, shared_memory: str) -> None:
     run_ranks(_all_cases, interleaved, shared_memory=shared_memory)

@@ -24,15 +24,7 @@ import layerzero
 from layerzero.comm.process_groups import drop_idle_groups
 from layerzero.engine.hooks import get_state
 from tests.support.late_backend import NAME, register
-from tests.support.models import (
-    different,
-    exact_sgd,
-    full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-    train,
-)
+from tests.support.models import different, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, train
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
@@ -65,13 +57,11 @@ def counts() -> dict[str, int]:
     }
 
 
-def grown(before: dict[str, int], seconds: float = 5.0) -> list[str]:
-    """Return the resources that have grown. The system takes a moment to remove a thread that has ended."""
+def assert_not_grown(before: dict[str, int], seconds: float = 5.0) -> None:
+    """Assert that no resource has grown. The system takes a moment to remove a thread that has ended."""
     deadline = time.monotonic() + seconds
-    while True:
-        more = [f"{name}: {before[name]} to {count}" for name, count in counts().items() if count > before[name]]
-        if not more or time.monotonic() > deadline:
-            return more
+    while more := [f"{name}: {before[name]} to {count}" for name, count in counts().items() if count > before[name]]:
+        assert time.monotonic() < deadline, more
         time.sleep(0.02)
 
 
@@ -114,8 +104,7 @@ def _in_turn(rank: int, models: int) -> None:
         del model, optimizer
         if turn == 5:
             before, keys_before = counts(), keys()
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     assert keys() == keys_before
 
 
@@ -134,8 +123,7 @@ def test_the_mesh_of_the_user_stays(rank: int) -> None:
         model, optimizer = sharded(rank, mesh=mesh)
         layerzero.close(model)
         del model, optimizer
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     number = torch.ones(1)
     dist.all_reduce(number, group=mesh.get_group("zero3"))
     assert number.item() == 2
@@ -151,8 +139,7 @@ def test_a_model_in_a_cycle_of_the_user_is_released_by_the_collector(rank: int) 
         weak = weakref.ref(model)
         del model, optimizer
         assert weak() is not None
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     assert weak() is None
 
 
@@ -177,8 +164,7 @@ def test_ranks_may_collect_at_different_times(rank: int) -> None:
             del model, optimizer
     while pairs:
         dist.destroy_process_group(pairs.pop())
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
 
 
 @on_ranks(world_size=WORLD)
@@ -208,12 +194,10 @@ def test_a_shard_model_that_fails_releases_what_it_made(rank: int) -> None:
             net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with pytest.raises((ValueError, RuntimeError), match="no weights here"):
             layerzero.shard_model(net, zero3_size=2, param_init_fn=initialize)
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     model, optimizer = sharded(rank)
     del model, optimizer
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     assert keys() < keys_before + 3 * 3 * WORLD * 2  # the addresses of three times five groups, and three errors
 
 
@@ -241,8 +225,7 @@ def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
         with pytest.raises((ValueError, RuntimeError), match=r"cannot be read|has ended|gather"):
             model(torch.ones(1, 8))
     del model
-    more = grown(before, 20)
-    assert not more, more
+    assert_not_grown(before, 20)
 
 
 @pytest.mark.parametrize("fails_on", [(0, 1, 2, 3), (0,)], ids=["all", "one"])
@@ -272,8 +255,7 @@ def _closed(rank: int) -> None:
     layerzero.close(model)
     _refuses(loss.backward)
     del loss  # autograd has saved weights
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     for action in (
         lambda: integer_loss(model, integer_batch(rank=rank)),
         optimizer.step,
@@ -293,8 +275,7 @@ def _closed(rank: int) -> None:
     watchdog.close()
     assert guard is not None
     del model, optimizer, average, watchdog, guard
-    more = grown(before)
-    assert not more, more
+    assert_not_grown(before)
     model, optimizer = sharded(rank)
     assert not different(full_parameters(model), expected), "a model after one that was closed"
 
@@ -364,8 +345,7 @@ def _saving(rank: int, folder: str) -> None:
         del model, optimizer
         pending.wait()
         del pending
-        more = grown(before)
-        assert not more, more
+        assert_not_grown(before)
         model, optimizer = sharded(rank)
         train(model, optimizer, rank, range(1, 2))
         layerzero.checkpoint.load(f"{folder}/{name}", model, optimizer)
@@ -402,8 +382,7 @@ def test_a_watchdog_ends_with_its_model(rank: int) -> None:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and any("wait monitor" in thread.name for thread in threading.enumerate()):
             time.sleep(0.05)
-        more = grown(before)
-        assert not more, more
+        assert_not_grown(before)
         assert keys() <= keys_before
 
 
@@ -417,8 +396,7 @@ def test_groups_of_other_backends_end_on_all_ranks_together(rank: int) -> None:
     before = counts()
     for _ in range(3):
         sharded(rank, mesh=mesh)
-        more = grown(before)
-        assert not more, more
+        assert_not_grown(before)
     model, optimizer = sharded(rank, mesh=mesh)
     layerzero.close(model)
     assert counts()["groups"] < before["groups"], "close compares what all ranks have let go"
@@ -454,8 +432,8 @@ def test_verify_and_plan_leave_nothing_behind(rank: int) -> None:
     for _ in range(3):
         assert layerzero.verify(Square, make_batch, steps=1, zero3_sizes=[2]).ok
         layerzero.plan(Square(), layerzero.planning.Cluster(nodes=2, accelerators=2))
-        more = grown(before) if before else []
-        assert not more, more
+        if before:
+            assert_not_grown(before)
         before = counts()
 
 

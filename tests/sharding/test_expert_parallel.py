@@ -224,9 +224,7 @@ def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
     if skips:  # all ranks that share gathered weights must call their unit
         own = whole["dp_replicate", "expert_shard"]
     model = layerzero.shard_model(
-        Net(ep, skips=skips),
-        mesh=lambda name, module: own if isinstance(module, Experts) else rest,
-        units=UNITS,
+        Net(ep, skips=skips), mesh=lambda name, module: own if isinstance(module, Experts) else rest, units=UNITS
     )
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     for layer in model.layers:
@@ -429,9 +427,7 @@ def test_expert_data_and_tensor_parallel_together_train_as_one_process(rank: int
         layer.experts = Experts(placed, tp)
     rest = whole["dp_replicate", "dp_shard"]
     model = layerzero.shard_model(
-        net,
-        mesh=lambda name, module: whole["dp_replicate"] if isinstance(module, Experts) else rest,
-        units=UNITS,
+        net, mesh=lambda name, module: whole["dp_replicate"] if isinstance(module, Experts) else rest, units=UNITS
     )
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     alone = Net()

@@ -226,16 +226,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"units": int}, "^TypeError.*units contains <class 'int'>, which is not supported"),
     ({"units": [[]]}, "^ValueError.*units contains an empty list"),
     ({"units": [["first", 3]]}, "^TypeError.*units contains 3, which is not supported. Use modules, their classes"),
-    (
-        {"units": [["first", "absent"]]},
-        "^ValueError.*units contains 'absent', which this .*modules first, second",
-    ),
+    ({"units": [["first", "absent"]]}, "^ValueError.*units contains 'absent', which this .*modules first, second"),
     ({"units": [["first", nn.Linear(2, 2)]]}, "^ValueError.*units contains a Linear, which this model does not have"),
     ({"units": [nn.Linear(2, 2)]}, "^ValueError.*units contains a Linear, which this model does not have.*names from"),
-    (
-        {"units": lambda module: True},
-        r"^TypeError.*cannot be called with a name and .*callable\(name, module\)",
-    ),
+    ({"units": lambda module: True}, r"^TypeError.*cannot be called with a name and .*callable\(name, module\)"),
     (
         {"units": lambda n, m: "first" if n == "second" else n == "first"},
         "^ValueError.*'first' as a key, but .* is a unit, too",
@@ -262,16 +256,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"reshard_after_forward": "2"}, "^TypeError.*reshard_after_forward must be a bool.*number of ranks.*'2'"),
     ({"reshard_after_forward": 3}, "^ValueError.*reshard_after_forward.*3.*zero3_size.*Use one of"),
     ({"reshard_after_forward": lambda n, m: 4}, r"^ValueError.*reshard_after_forward\('', module\).* is 4"),
-    (
-        {"param_init_fn": "reset"},
-        r"^TypeError.*param_init_fn must be a callable\(module\) or None, got 'reset'",
-    ),
+    ({"param_init_fn": "reset"}, r"^TypeError.*param_init_fn must be a callable\(module\) or None, got 'reset'"),
     ({"ignored_params": [nn.Parameter(torch.ones(7))]}, r"ignored_params\[0\], of shape \[7\], is not a param"),
     ({"ignored_params": ["first.weight"]}, r"ignored_params contains 'first\.weight'.*not their names"),
-    (
-        {"ignored_modules": [nn.Linear(2, 2)]},
-        "ignored_modules contains a Linear, which this .*modules first, second",
-    ),
+    ({"ignored_modules": [nn.Linear(2, 2)]}, "ignored_modules contains a Linear, which this .*modules first, second"),
     ({"ignored_modules": [3]}, "^TypeError.*ignored_modules contains 3"),
     ({"ignored_modules": object}, "^TypeError.*ignored_modules contains <class 'object'>"),
     ({"ignored_modules": nn.Conv2d}, "^ValueError.*ignored_modules contains Conv2d, which this model does not have"),
@@ -320,14 +308,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _shard(mesh=lambda name, m: _strided() if name else mesh_of(2), units=["head"]),
         f"^ValueError.*{NEIGHBORS}",
     ),
-    "root ignored": (
-        lambda: _with_own(ignored_modules=lambda m: [m]),
-        "^ValueError.*all 7 .*leave shard_model",
-    ),
-    "root ignored, bare": (
-        lambda: _with_own(ignored_modules=lambda m: m),
-        "^ValueError.*Pass only the parameters",
-    ),
+    "root ignored": (lambda: _with_own(ignored_modules=lambda m: [m]), "^ValueError.*all 7 .*leave shard_model"),
+    "root ignored, bare": (lambda: _with_own(ignored_modules=lambda m: m), "^ValueError.*Pass only the parameters"),
     "parameters ignored": (lambda: _with_own(ignored_params=lambda m: m.parameters()), "^ValueError.*all 7 parameters"),
     "all ignored": (
         lambda: _with_own(ignored_modules=lambda m: ["Linear"], ignored_params=lambda m: [m.shift]),
@@ -359,19 +341,13 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unit without parameters": (lambda: _with_parts(nn.ReLU()), "^ValueError.*unit 'parts'.*has no parameters"),
     "ModuleList": (lambda: _with_parts(nn.ModuleList([nn.Linear(2, 2)])), FORWARDLESS),
-    "its class": (
-        lambda: _with_parts(nn.ModuleList([nn.Linear(2, 2)]), {nn.ModuleList}),
-        FORWARDLESS,
-    ),
+    "its class": (lambda: _with_parts(nn.ModuleList([nn.Linear(2, 2)]), {nn.ModuleList}), FORWARDLESS),
     "ModuleDict": (lambda: _with_parts(nn.ModuleDict({"a": nn.Linear(2, 2)})), FORWARDLESS),
     "keyed ModuleList": (
         lambda: _with_parts(nn.ModuleList([nn.Linear(2, 2)]), lambda n, m: "all" if n == "parts" else False),
         r"^ValueError.*unit 'all' \(ModuleList\) does not define forward",
     ),
-    "integer parameter": (
-        lambda: _fixed(torch.zeros(3, dtype=torch.int64)),
-        "^ValueError.*fixed.*int64.*ignored",
-    ),
+    "integer parameter": (lambda: _fixed(torch.zeros(3, dtype=torch.int64)), "^ValueError.*fixed.*int64.*ignored"),
     "complex parameter": (
         lambda: _fixed(torch.zeros(3, dtype=torch.complex64)),
         "^ValueError.*fixed.*complex.*ignored",
