@@ -74,6 +74,8 @@ def _connect_units(model: nn.Module, built: Sequence[BuiltUnit], shared: SharedR
         failure = ValueError(f"make_root: {problem}. Build units of modules of the model, and one of the model itself")
     if not shared.is_connected:
         mesh_info, fields = shared.ranks.mesh_info, shared.config.comparable_settings()
+        fields |= {"zero3_size": mesh_info.zero3_size, "units": [unit.name for unit in units]}
+        fields["ranks add gradients themselves"] = mesh_info.zero3_reduce_comm.sums_locally
         for each in built:
             fields |= each.to_compare
         comms = (mesh_info.zero3_gather_comm, mesh_info.replica_comm)

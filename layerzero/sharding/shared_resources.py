@@ -49,14 +49,23 @@ class SharedResources:
     ) -> SharedResources:
         """Create the communicators of a model, and transports over process groups. All of its ranks must call this.
 
-        If the groups are deferred, this method does not communicate, and :func:`make_root` connects the ranks. The
-        model then has one mesh, and neither model-parallel axes nor encoded refreshes.
+        If the groups are deferred, this method does not communicate, and :func:`make_root` connects the ranks.
 
         Args:
             meshes: the model-parallel mesh, or None, by mesh of units. The root's mesh is the first key.
             groups: owner of the process groups.
             sums_locally: see :meth:`MeshInfo.from_mesh`.
+
+        Raises:
+            ValueError: the groups are deferred, and the meshes or settings need them before the units are built.
         """
+        has_axes = len(meshes) > 1 or [*meshes.values()] != [None]
+        if groups.deferred and (has_axes or config.sync_module_states or config.codecs.refresh is not None):
+            raise ValueError(
+                "process groups are deferred until the root is made, but ranks must communicate before that with "
+                "several meshes, model-parallel axes, sync_module_states=True or Codecs.refresh. Use one mesh, "
+                "sync_module_states=False and no codec for refreshes, or do not defer the groups"
+            )
         pools = _model_pools(compute_device(next(iter(meshes)).device_type), config.offload)
 
         def resources_of(mesh_info: MeshInfo) -> MeshResources:
