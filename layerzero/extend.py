@@ -13,7 +13,8 @@ An add-on imports from the core only public names of ``layerzero`` and the names
   parameter, and an :class:`UpdateRule` decides who updates which rows.
 - A :class:`Transport` moves weights and gradients between the ranks of one ZeRO-3 group.
 - :func:`build_unit` builds one unit with its final sharded parameters, and :func:`make_root` completes a model whose
-  units are built. They share :class:`SharedResources`.
+  units are built. They share :class:`SharedResources`. With ``ModelGroups(deferred=True)``, units are built without
+  communication, and the ranks compare them before they create process groups.
 - :func:`require_equal` compares values between ranks before an operation that depends on them.
 """
 
