@@ -223,7 +223,10 @@ def build_unit(
     """
     plan, policy, config = planned.definition, planned.settings.policy, shared.config
     site = shared.sites[plan.mesh]
-    to_compare = {} if shared.is_connected else unit_to_compare(plan, planned.settings, config)
+    to_compare: dict[str, object] = {}
+    if not shared.is_connected:
+        to_compare = unit_to_compare(plan, planned.settings, config)
+        to_compare |= _encoded_sizes_of(planned, config.codecs, site.mesh_info.grid)
     originals = list(plan.parameters)
     extensions = _take_extensions(plan, policy)
     on_meta = tensors_on_meta(plan)
