@@ -177,7 +177,7 @@ def _check_ranks_and_get_gradients(
         if options.with_grads:
             gradients = _final_gradients(lz_state, subject, members)
             groups = _group_values(
-                lz_state, members, lambda member: "present" if member in gradients else "None", " .grad"
+                lz_state, members, lambda member: {" .grad": "present" if member in gradients else "None"}
             )
     except (RuntimeError, ValueError) as error:
         failure = error
@@ -565,32 +565,29 @@ def _agree_on_edits(
     try:
         edited = {member: _current_param(member, parameter) for member, parameter in parameters.items()}
         if not options.rank0_only:
-            groups = _group_values(lz_state, edited, lambda member: digest(local_part(edited[member])))
-        if options.with_grads and not options.rank0_only:
-            for group, fields in _group_values(
-                lz_state, edited, lambda m: _digest_of(edited[m].grad), " .grad"
-            ).items():
-                groups[group] |= fields
+            groups = _group_values(lz_state, edited, lambda member: _digests_of(edited[member], options))
     except ValueError as error:
         failure = error
     require_equal(options.call, {}, ranks=lz_state.ranks.ranks, failure=failure, groups=groups)
     return edited
 
 
-def _digest_of(gradient: Tensor | None) -> str:
-    return "None" if gradient is None else digest(local_part(gradient))
+def _digests_of(parameter: nn.Parameter, options: _Options) -> dict[str, str]:
+    digests = {"": digest(local_part(parameter))}
+    if options.with_grads:
+        digests[" .grad"] = "None" if parameter.grad is None else digest(local_part(parameter.grad))
+    return digests
 
 
 def _group_values(
     lz_state: LayerZeroState,
     members: Iterable[ManagedParam],
-    value_of: Callable[[ManagedParam], object],
-    suffix: str = "",
+    values_of: Callable[[ManagedParam], Mapping[str, object]],
 ) -> dict[str, dict[str, object]]:
-    """Return the argument `groups` of :func:`require_equal`, which compares one value per parameter.
+    """Return the argument `groups` of :func:`require_equal`, which compares values of each parameter.
 
-    Parameters with the same mesh and the same model-parallel part form a group. The value of each parameter is
-    `value_of` applied to the parameter, and its key is the name of the parameter plus `suffix`.
+    Parameters with the same mesh and the same model-parallel part form a group. `values_of` returns the values of a
+    parameter, by suffix of its name.
     """
     meshes = list(dict.fromkeys(unit.mesh_info for unit in lz_state.units))
     groups: dict[str, dict[str, object]] = {}
@@ -599,7 +596,8 @@ def _group_values(
         part = (
             mesh_info.ranks if model_parallel is None else (model_parallel.part_coordinates, model_parallel.placements)
         )
-        groups.setdefault(f"{meshes.index(mesh_info)}: {part}", {})[member.name + suffix] = value_of(member)
+        values = {member.name + suffix: value for suffix, value in values_of(member).items()}
+        groups.setdefault(f"{meshes.index(mesh_info)}: {part}", {}).update(values)
     return groups
 
 
