@@ -209,7 +209,8 @@ def test_deep_copies_of_states_keep_the_best_and_load_back(rank: int) -> None:
     further = full_parameters(model)
     assert len(different(further, expected)) == 7, "the copies are copies"
     copied = best["first.weight"]
-    assert torch.equal(copied.full_tensor(), expected["first.weight"]) and copied.to_local().tracker is None
+    assert torch.equal(copied.full_tensor(), expected["first.weight"])
+    assert copied.to_local().tracker is not model.first.weight.to_local().tracker
     copied.add_(1)  # a write to a copy does not change the model
     copied.sub_(1)
     model.load_state_dict(best)
