@@ -291,7 +291,7 @@ class FullBufferPool:
         self._lent_bytes = max(0, self._lent_bytes - nbytes)  # the initial memory of a storage is not from the pool
         event = None if self._module is None else self._module.current_stream().record_event()
         if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
-            target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
+            target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
             self._cached[nbytes].append((target, event))
             self.cached_bytes += nbytes

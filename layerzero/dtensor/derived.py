@@ -107,7 +107,7 @@ def _derive(made: DTensor, origin: RowShardSpec) -> Tensor:
     return derived
 
 
-class _DetachAsDerived(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DetachAsDerived(TorchDispatchMode):
     """In this mode, ``detach`` of a DTensor returns a derived tensor."""
 
     def __torch_dispatch__(

@@ -115,7 +115,7 @@ _MIXED = (
 )
 
 
-class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WriteDetector(TorchDispatchMode):
     """Dispatch mode that calls a function before the first operation that writes to the memory of `tensors`."""
 
     def __init__(self, tensors: Iterable[Tensor], on_first_write: Callable[[], object]) -> None:
