@@ -94,6 +94,12 @@ def test_a_device_pool_has_room_for_two_units_and_gives_all_of_it_back(rank: int
         assert addresses[-1] == addresses[-3] and other.held_bytes == 32
         assert other.acquire(4, torch.float32).eq(2).all(), "it has waited"
         assert pool.held_bytes == 0 and not +pool._made, "activations can use it"
+        exceeded = BufferPool.of(CPU)
+        exceeded.set_predicted({}, 16)
+        for buffer in [exceeded.acquire(4, torch.float32) for _ in range(3)]:
+            exceeded.release(buffer)
+        exceeded.acquire(8, torch.float32)
+        assert exceeded.held_bytes == 3 * 16 + 32, "up to twice the bytes that were in use together are kept"
 
 
 @on_ranks(world_size=WORLD, shared_memory="off")

@@ -76,6 +76,9 @@ def _sums(rank: int, seed: int, buffers: int) -> list[int]:
     land(*flying.pop(0))
     dist.barrier()
     assert (pool._used - RING_BYTES) // aligned_bytes(NUMEL * 4) == buffers
+    permanent = pool.allocate_permanent(NUMEL, torch.float32)
+    pool.acquire(2 * NUMEL, torch.float32)
+    assert pool.most_bytes == pool._memory.committed - aligned_bytes(permanent.nbytes), "without gradients"
     return wrong
 
 
