@@ -333,6 +333,33 @@ def test_evaluation_and_failures_between_the_steps_change_no_bit(rank: int, shar
             assert not different(parameters, expected), (some, settings)
 
 
+class Beside(nn.Module):
+    """Unit that also returns one of its inputs."""
+
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.tanh(self.linear(x)), kept
+
+
+class PassedOn(nn.Module):
+    """Net whose input is passed through all units, and used by the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Beside() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = x * 0.5
+        for unit in self.units:
+            x, kept = unit(x, kept)
+        return x + kept
+
+
 @on_ranks(world_size=WORLD, shared_memory="off")
 def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none(rank: int) -> None:
     names = [f"units.{i}" for i in range(3)]
@@ -341,6 +368,7 @@ def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none(ran
     for units in (names, lambda name, module: name in names, [Block]):
         parameters, again = _train(rank, units=units)
         assert not different(parameters, expected) and again == gathers, units
+    assert _train(rank, PassedOn)[1] <= 2 * 3
     assert _train(rank, reshard_after_forward=False)[1] <= 4
     for frozen in ((), ("units.1",), ("units.0", "units.1"), ("units.0.linear.bias",)):
         plain, again, once_more = (
