@@ -373,6 +373,21 @@ def test_a_synchronization_waits_for_both_streams(rank: int) -> None:
             assert result == 1 and not events and device.current_stream().computes
 
 
+@on_ranks(world_size=1)
+def test_gradients_are_copied_after_they_are_written_and_freed_after_they_are_copied(rank: int) -> None:
+    with Device().installed() as device:
+        streams, gradient, other = DeviceStreams(torch.device("cpu")), torch.zeros(1), Stream(computes=True)
+        first = device.current_stream()
+        first.write([gradient])
+        with device.stream(other):
+            with pytest.raises(AssertionError, match="has not waited for"):
+                other.use([gradient], "a copy")
+            with streams.joined_with_gradients():
+                other.use([gradient], "a copy")
+                other.write([gradient])
+        first.use([gradient], "the next owner of the memory")
+
+
 def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
     """Return the outputs of a bf16 model that computes with its masters after each of three steps."""
     model = _shard(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -463,6 +478,8 @@ def test_the_computation_does_not_wait_for_reductions_inside_no_sync(rank: int) 
                     assert len({tensor.data_ptr() for tensor in device.kept}) == (
                         0 if mode == "full" else len(handles)
                     ), mode
+                    # Once for each stream, and again after the order of reductions was agreed in the first step.
+                    assert len(device.kept) == (0 if mode == "full" else 2 * (step + 1) * len(handles)), mode
                     optimizer.step()
                     optimizer.zero_grad()
             del model, optimizer, streams, handles
