@@ -281,9 +281,7 @@ def test_a_forward_whose_result_no_hook_sees_is_refused(rank: int) -> None:
         model = layerzero.shard_model(copy.deepcopy(plain), mesh=mesh_of(4), units={Odd})
         with pytest.raises(RuntimeError, match=r"returned only a .*, inside which layerzero finds no tensors"):
             model(_batch(0, rank))
-        with torch.no_grad():
-            (model[0] if nested else model)(_batch(0, rank))
-        for net in (plain, model):  # the refusal leaves a model that trains
+        for net in (plain, model):  # the refusal leaves a model that trains, beginning with the edit of a weight
             (net[0] if nested else net).kind = "tensor"
             with torch.no_grad():
                 net.get_parameter("0.first.weight" if nested else "first.weight").mul_(2)
@@ -292,6 +290,10 @@ def test_a_forward_whose_result_no_hook_sees_is_refused(rank: int) -> None:
         model(_batch(0, rank)).sum().backward()
         for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+        odd = model[0] if nested else model
+        odd.kind = kind
+        with torch.no_grad():
+            odd(_batch(0, rank))
         assert not any(unit.gathered for unit in get_state(model).units)
 
 
