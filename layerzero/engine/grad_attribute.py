@@ -51,9 +51,8 @@ class GradAttribute:
         gradients = self.gradients
         gradients.final.storage.wait_for_host()
         guesses = not agreed and gradients.may_have_peer_contributions
-        gradients.record_unused(
-            [slot for slot, member in enumerate(self.members) if member.gathered.requires_grad] if guesses else ()
-        )
+        trained = {slot for slot, member in enumerate(self.members) if guesses and member.gathered.requires_grad}
+        gradients.record_unused(unknown=trained)
         forbidden = _UNREDUCED if gradients.has_unreduced or not agreed else None
         for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
             self._trackers[slot].access_error = forbidden

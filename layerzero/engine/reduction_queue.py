@@ -87,9 +87,7 @@ class ReductionQueue:
         lasting = all(each.accumulator.storage.lasting for each in self.order)
         self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
         self._waiting = dict.fromkeys(self.order)  # handles that this pass has not started, in order
-        self._kept: WeakSet[GradientStorage] = (
-            WeakSet()
-        )  # accumulators whose memory the streams keep until they are done
+        self._kept: WeakSet[GradientStorage] = WeakSet()  # accumulators that the streams keep until they are done
         self._unit_calls = 0  # calls of units in forward passes since the last backward pass
         self._expected_unit_calls = 0  # the same number before the last backward pass
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
