@@ -123,7 +123,10 @@ class ReductionStreams:
         return _COMPLETED
 
     def joined_with_gradients(self) -> AbstractContextManager[None]:
-        """Return a context in which work on the current stream may read and free gradients of the program's work."""
+        """Return a context in which work on the current stream may read gradients of the program's work.
+
+        Free these gradients after the context: the allocator records the streams that used them when they are freed.
+        """
         return nullcontext()
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:

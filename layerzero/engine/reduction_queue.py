@@ -198,8 +198,10 @@ class ReductionQueue:
 
     def _start(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self._reducing.append(gradients)
+        arrived = list(gradients.arrived.values())  # their memory may be reused only after the streams have joined
         with self.streams.joined_with_gradients():
             reduction = gradients.create_reduction(stages)
+        del arrived
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)

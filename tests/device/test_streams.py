@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ from layerzero.comm.collectives import (
 from layerzero.device import buffer_pools
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.handle import GatherState
+from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.extend import StepObserver, attach
@@ -386,6 +388,34 @@ def test_gradients_are_copied_after_they_are_written_and_freed_after_they_are_co
                 other.use([gradient], "a copy")
                 other.write([gradient])
         first.use([gradient], "the next owner of the memory")
+
+
+@on_ranks(world_size=2)
+def test_gradients_are_freed_after_their_streams_have_joined(rank: int) -> None:
+    """The memory of a gradient may belong to a third stream, which waits for the streams known when it is freed."""
+    arrived: list[weakref.ref[Tensor]] = []
+    joins = []
+    receive, join = HandleGradients.receive, DeviceStreams.joined_with_gradients
+
+    def receiving(gradients: HandleGradients, slot: int, gradient: Tensor) -> None:
+        arrived.append(weakref.ref(gradient))
+        receive(gradients, slot, gradient)
+
+    @contextmanager
+    def joining(streams: DeviceStreams) -> Iterator[None]:
+        with join(streams):
+            yield
+        joins.append([each() is not None for each in arrived])
+        arrived.clear()
+
+    with on_device() as (_, mesh):
+        model = _shard(mesh)
+        with (
+            mock.patch.object(HandleGradients, "receive", receiving),
+            mock.patch.object(DeviceStreams, "joined_with_gradients", joining),
+        ):
+            integer_loss(model, integer_batch(rank=rank)).backward()
+    assert any(joins) and all(map(all, joins)), joins
 
 
 def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
