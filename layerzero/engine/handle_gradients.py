@@ -51,12 +51,16 @@ __all__ = ["HandleGradients", "HandleReduction", "Inspect"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
+# Maximum number of bytes of a handle's gradients that wait to be added to memory that exists between passes.
+_MOST_WAITING = 1 << 25
+
 
 class HandleGradients:
     """Gradient buffers of one trainable handle, and a record of which parameters have contributions.
 
     A backward pass calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
-    :meth:`create_reduction` adds them to the incoming buffer and returns the reduction that the pass requires.
+    :meth:`create_reduction` adds them to the incoming buffer and returns the reduction that the pass requires. If the
+    incoming buffer needs no scratch memory, gradients are added before they use much memory of their own.
 
     Args:
         spec: stages of the reduction.
@@ -70,8 +74,8 @@ class HandleGradients:
             reduction_spec.py.
         final: buffer of the final gradient.
         reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
-        arrived: gradients of the current backward pass that are not in a buffer yet, by slot. None: a kernel has added
-            the gradient to the incoming buffer.
+        arrived: gradients of the current backward pass that are not in a buffer yet, by slot. None: the gradient is in
+            the incoming buffer.
         spec: stages of the reduction. A new spec may differ from it only in its scales, and needs no accumulated
             gradients.
         pass_reduces: True if the current backward pass reduces gradients over all ranks.
@@ -105,6 +109,7 @@ class HandleGradients:
         self.accumulator = self._separate or self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
         self.arrived: dict[int, Tensor | None] = {}
+        self._arrived_bytes = 0  # size of the tensors in `arrived`
         self._awaited: set[int] | None = None  # slots whose gradients are expected after the last call of the unit
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
@@ -271,7 +276,11 @@ class HandleGradients:
         if self.arrived.get(slot) is not None:  # a reentrant checkpoint produces several parts
             self._add_arrived()
         self.arrived[slot] = gradient
+        self._arrived_bytes += gradient.nbytes
         self.usage[slot] = GradUsage.CONTRIBUTED
+        has_memory = self.incoming is self.accumulator and self.accumulator.storage.lasting
+        if has_memory and self._arrived_bytes > _MOST_WAITING:
+            self._add_arrived()
 
     def record_main_grad(self, slot: int) -> None:
         """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""
@@ -294,6 +303,7 @@ class HandleGradients:
     def end_pass(self) -> None:
         """Forget what has arrived. The next gradient that arrives belongs to a new backward pass."""
         self.arrived.clear()
+        self._arrived_bytes = 0
         self._awaited = None
 
     def _add_arrived(self) -> None:
@@ -303,6 +313,7 @@ class HandleGradients:
             self.wait_until_writable()
             self.incoming.add_all(gradients, self.spec.incoming_scale)
             self.arrived.update(dict.fromkeys(gradients))
+            self._arrived_bytes = 0
 
     @property
     def offers_main_grad(self) -> bool:

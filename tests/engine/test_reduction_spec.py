@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from layerzero.comm.collectives import Collective
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
+from layerzero.engine import handle_gradients
 from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.gradient_storage import PersistentStorage, PooledStorage
 from layerzero.engine.handle_gradients import HandleGradients
@@ -294,6 +297,24 @@ def test_gradients_are_added_at_the_launch_and_a_failed_backward_adds_none() -> 
     each.abort()
     assert each.create_reduction(()) is None
     assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(0, [2, 2])]
+
+
+def test_gradients_with_memory_of_their_own_are_added_before_they_need_much_more() -> None:
+    each, first = _alone(), torch.ones(2)
+    arrived = weakref.ref(first)
+    with mock.patch.object(handle_gradients, "_MOST_WAITING", first.nbytes):
+        each.receive(0, first)
+        del first
+        assert each.final.empty and arrived() is not None
+        _receive(each, 1)
+        assert arrived() is None, "autograd can reuse its memory"
+        assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(0, [1, 1]), (1, [1, 1])]
+        each.await_only([0, 1])
+        assert each.all_arrived
+        _receive(each, 2)
+        assert each.arrived[2] is not None, "the limit applies to what waits"
+        assert each.create_reduction(()) is None
+    assert [(slot, part.tolist()) for slot, part in each.final.filled_parts()] == [(n, [1, 1]) for n in range(3)]
 
 
 def test_the_usage_of_a_parameter_follows_contributions_publications_and_drops() -> None:
