@@ -115,7 +115,7 @@ def test_one_line_says_what_was_taken(caplog: pytest.LogCaptureFixture, monkeypa
         record.getMessage() == "AdamW on cpu: torch's fused kernels, because NVIDIA Apex needs all parameters on CUDA"
     )
     caplog.clear()
-    monkeypatch.setattr(kernels, "_get_fused_kernels_supported_devices", lambda: ["elsewhere"])
+    monkeypatch.setattr(kernels, "fused_kernel_devices", lambda: ["elsewhere"])
     assert optimizers.implementation(optimizers.sgd(parameters)) == "foreach"
     assert "SGD on cpu: torch's foreach kernels" in caplog.text and len(caplog.records) == 1
 
