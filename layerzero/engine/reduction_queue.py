@@ -60,8 +60,8 @@ __all__ = ["IN_FLIGHT", "ReductionQueue"]
 # Maximum number of reductions that may be in their first and in their second collective. At the maximum, the host waits
 # for the oldest reduction. Each reduction keeps the gradients of a unit in memory: full gradients in the first
 # collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. A first collective may use one of
-# the two slabs (gradient_offload.py). Gradients that arrive meanwhile need the other slab. Therefore the host waits
-# after each launch until only one first collective is in flight.
+# the two slabs (gradient_offload.py). The next launch needs the other slab. Therefore the host waits after each launch
+# until only one first collective is in flight.
 IN_FLIGHT = (1, 2)
 
 

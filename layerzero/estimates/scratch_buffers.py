@@ -32,7 +32,7 @@ from layerzero.layout.shard_grid import Extent
 
 __all__ = ["ScratchBuffers", "buffer_demand", "count_scratch", "scratch_of"]
 
-_BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read when the next gradients arrive
+_BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read at the next launch
 _ENCODED_REFRESH, _NEW_WEIGHTS = "encoded refresh", "refreshed weights before they are copied to the host"
 
 

@@ -34,7 +34,7 @@ class MemoryReport:
     - ``accumulator``: accumulated gradients.
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
       pass that begins without zero_grad copies the final gradients out of the accumulator.
-    - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
+    - ``reduce_buffer``: scratch buffers for gradients that are about to be reduced, are sent or are received, and for
       refreshes that `Codecs.refresh` encodes. On a CPU, they are kept. On an accelerator, they are returned to torch's
       allocator between backward passes, and this kind is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`Codecs.hop2` with feedback). They
