@@ -20,9 +20,10 @@ ADD_ONS = {
 def has_addon(name: str) -> bool:
     """Return whether the installed package has an add-on, without importing it."""
     try:
-        return importlib.util.find_spec(ADD_ONS[name]) is not None
+        spec = importlib.util.find_spec(ADD_ONS[name])
     except ModuleNotFoundError:  # a package that contains it is missing
         return False
+    return spec is not None and spec.origin is not None  # a folder that still contains __pycache__ has no origin
 
 
 def addon(name: str) -> Any:
