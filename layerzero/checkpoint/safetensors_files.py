@@ -344,4 +344,5 @@ def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) 
 
 def _byte_view(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8."""
-    return tensor.data.view(-1).view(torch.uint8)  # .data, because a read counts as no write for autograd
+    # .data, because a read counts as no write for autograd; as_strided, because a dim of size 1 may have any stride
+    return tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -190,3 +190,13 @@ def test_values_are_read_into_conjugate_and_negative_views(rank: int, tmp_path: 
     views = {"z": z, "i": torch.zeros(1, dtype=torch.complex64).conj().imag}
     dcp.load({"extra": views}, storage_reader=checkpoint.reader(tmp_path / "one"))
     assert views["z"].tolist() == [1 + 2j] and views["i"].tolist() == [3.0]
+
+
+@on_ranks(world_size=1)
+def test_values_are_read_into_single_elements_of_any_stride(rank: int, tmp_path: Path) -> None:
+    model, _ = sharded_net(1)
+    checkpoint.save(tmp_path / "one", model, extra={"column": torch.tensor([3.0]), "expanded": torch.tensor([[4.0]])})
+    views = {"column": torch.zeros(4, 5)[:1, 2], "expanded": torch.zeros(()).expand(1, 1)}
+    assert [view.stride(-1) for view in views.values()] == [5, 0]
+    dcp.load({"extra": views}, storage_reader=checkpoint.reader(tmp_path / "one"))
+    assert views["column"].tolist() == [3.0] and views["expanded"].tolist() == [[4.0]]
