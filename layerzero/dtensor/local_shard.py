@@ -79,7 +79,8 @@ class LocalShard(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        shard = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        shards = [tensor for tensor in tensors if isinstance(tensor, cls)]
+        shard = next((each for each in shards if each.ndim), shards[0])  # rows, unless all are elements
         if func.namespace in COLLECTIVES:
             _accessible_rows(shard)  # an access error takes precedence
             refuse_uneven_collective(func, args, shard.spec)
@@ -87,7 +88,7 @@ class LocalShard(torch.Tensor):
         _check_access(func, tensors)
         _record_writes(func, args, kwargs)
         with DisableTorchDispatch():
-            if is_drawing_operator(func, shard.spec):
+            if shard.ndim and is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
             row_dims = _row_dims(func, shard, args, kwargs)
             output = neutral_result(func, args, kwargs)
@@ -103,10 +104,10 @@ class LocalShard(torch.Tensor):
         if isinstance(result, LocalShard):
             return result
         is_value = self.is_outside or self.spec.is_fully_local  # not partial
-        if result.ndim or (is_value and tracker is not None):  # an element, as in p.to_local()[0, 0] = 1
-            return LocalShard(result, self.spec, tracker, row_dim, is_outside=self.is_outside)
-        if is_value:
+        if is_value and tracker is None and not (result.ndim and self.ndim):  # a value, or computed from elements only
             return result
+        if result.ndim or is_value:  # rows, or an element, as in p.to_local()[0, 0] = 1
+            return LocalShard(result, self.spec, tracker, row_dim, is_outside=self.is_outside)
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalShard:
@@ -265,7 +266,7 @@ def _refuse_misaligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     """
     is_elementwise = _is_elementwise(func)
     for group in _combined_arguments(func, args, kwargs):
-        shards = [value for value in group if isinstance(value, LocalShard)]
+        shards = [value for value in group if isinstance(value, LocalShard) and value.ndim]
         for other in group if shards else ():
             if isinstance(other, Tensor) and not _may_combine(shards[0], other, is_elementwise=is_elementwise):
                 raise unsupported(func.__name__, shards[0].spec)
@@ -286,7 +287,7 @@ def _combined_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _may_combine(rows: LocalShard, other: Tensor, *, is_elementwise: bool) -> bool:
     """Return whether an operation may combine `rows` with another of its arguments."""
-    if not isinstance(other, LocalShard):
+    if not isinstance(other, LocalShard) or not other.ndim:  # an element has no rows
         return not (is_elementwise and _is_misaligned(rows, other))
     # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
     if other.spec is rows.spec or other.spec.same_sharding(rows.spec):

@@ -145,6 +145,24 @@ def test_rows_of_parameters_that_do_not_correspond_are_not_mixed(rank: int, size
 
 
 @on_ranks(world_size=1)
+def test_elements_of_copies_are_numbers_that_combine_with_all_tensors(rank: int) -> None:
+    model = layerzero.shard_model(Normed(), mesh=mesh_of(1))
+    with torch.no_grad():
+        p, q = model.p.detach() * 2, model.q.detach() * 3
+        assert torch.equal((p[0, 0] + q[0, 0]).full_tensor(), torch.tensor(5.0))
+        assert torch.equal((q * p[0, 0]).full_tensor(), torch.full((5, 6), 6.0))
+        x, y = p.to_local()[0, 0], q.to_local()[0, 0]
+        assert torch.equal(x + y, torch.tensor(5.0))
+        scaled = torch.ones(3) * x
+        assert type(scaled) is Tensor and torch.equal(scaled + torch.ones(2, 3), torch.full((2, 3), 3.0))
+        total = torch.zeros(2)
+        for norm in model.p.to_local().norm(dim=1):
+            total += norm
+        assert torch.equal(total, torch.ones(5, 6).norm(dim=1).sum().expand(2))
+        assert 0 <= torch.rand_like(x).item() < 1
+
+
+@on_ranks(world_size=1)
 def test_one_rank_has_all_rows_of_all_parameters(rank: int) -> None:
     model = layerzero.shard_model(Normed(), mesh=mesh_of(1))
     with torch.no_grad():
