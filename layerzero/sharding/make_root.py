@@ -27,6 +27,7 @@ from layerzero.sharding.meta_init import initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.shared_resources import SharedResources
+from layerzero.sharding.unit_settings import tied_buffers
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
 
 __all__ = ["make_root"]
@@ -78,6 +79,7 @@ def _connect_units(model: nn.Module, built: Sequence[BuiltUnit], shared: SharedR
         fields["ranks add gradients themselves"] = mesh_info.zero3_reduce_comm.sums_locally
         for each in built:
             fields |= each.to_compare
+        fields |= tied_buffers(model)
         comms = (mesh_info.zero3_gather_comm, mesh_info.replica_comm)
         groups = group_count_fields(*(comm.held_group.ranks for comm in comms), shared.ranks.ranks)
         require_equal("make_root", fields, ranks=shared.ranks.ranks, groups=groups, failure=failure)

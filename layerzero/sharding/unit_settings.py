@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -22,6 +23,7 @@ __all__ = [
     "require_broadcastable_buffers",
     "settings_of_units",
     "settings_to_compare",
+    "tied_buffers",
     "unit_to_compare",
 ]
 
@@ -50,7 +52,18 @@ def settings_to_compare(settings: ChosenSettings, config: LayerZeroConfig) -> di
         fields |= unit_to_compare(plan, chosen, config)
         if plan.mesh is not plans[0].mesh:
             fields[f"shape of the mesh of {plan.label}"] = list(plan.mesh.shape)
-    return fields
+    return fields | tied_buffers(plans[0].called[0])
+
+
+def tied_buffers(model: nn.Module) -> dict[str, object]:
+    """Return the names of the buffers that are one tensor, for each such tensor.
+
+    All ranks must have the same tied buffers. :func:`load_full_state_dict` sends each tensor once.
+    """
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return {f"names of the buffer {tied[0]!r}": tied for tied in names.values() if len(tied) > 1}
 
 
 def unit_to_compare(plan: UnitDefinition, chosen: UnitSettings, config: LayerZeroConfig) -> dict[str, object]:

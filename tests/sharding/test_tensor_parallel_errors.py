@@ -49,7 +49,13 @@ def test_different_models_and_settings_are_refused_before_anything_is_sent(rank:
     odd = rank % 2 == 1
     freeze: Callable[[Net], Any] = lambda net: net.plain.requires_grad_(False) if odd else None  # noqa: E731
     rename: Callable[[Net], Any] = lambda net: net.register_buffer("table", torch.ones(2 + odd))  # noqa: E731
+
+    def tie(net: Net) -> None:
+        net.register_buffer("first", torch.ones(2))
+        net.register_buffer("second", torch.ones(2) if odd else net.first)
+
     for change, settings, match in (
+        (tie, {}, r"names of the buffer 'first' is .*first.*second.* on rank.*absent on rank"),
         (freeze, {}, r"parameter 'plain' is .* frozen .* on rank [13]"),
         (rename, {}, r"buffer 'table' is"),
         (None, {"units": ["linear"] if odd else None}, r"units is"),

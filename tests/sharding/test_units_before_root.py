@@ -119,6 +119,13 @@ def test_ranks_that_disagree_raise_an_error_before_they_connect(rank: int) -> No
         with pytest.raises(ValueError, match=f"make_root: ranks disagree.*{name}"):
             make_root(model, built, shared)
         assert current_groups() == before
+    shared, build = builder(deferred=True)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    if rank == 1:
+        model[1].running_mean = model[0].running_mean
+    built = [build("0", model[0]), build("1", model[1]), build("", model)]
+    with pytest.raises(ValueError, match=r"make_root: ranks disagree.*names of the buffer '0\.running_mean'"):
+        make_root(model, built, shared)
     for settings in ({"sync_module_states": True}, {"codecs": layerzero.Codecs(refresh="lossless")}):
         with pytest.raises(ValueError, match=r"process groups are deferred.*Use one mesh"):
             builder(deferred=True, **settings)
