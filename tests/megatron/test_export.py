@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from typer.testing import CliRunner, Result
 
 import layerzero
 import layerzero.megatron
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.safetensors_files import TensorFiles
 from layerzero.cli import app
 from layerzero.megatron import export_parts
+from layerzero.megatron.export import _FullTensorPlan, _StoredRows
 from tests.support.megatron_checkpoints import load, save
 from tests.support.megatron_ranks import Case, make_config, make_ours, make_scheduler, megatron, run_step, whole_weights
 from tests.support.ranks import run_ranks
@@ -131,6 +135,15 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     shutil.move(tmp_path / "other", one)
     with pytest.raises(ValueError, match=r"was not saved by layerzero\.megatron\.save"):
         export_parts(tmp_path / "run", tmp_path / "two.safetensors")
+
+
+def test_a_piece_outside_of_its_tensor_is_told() -> None:
+    class Stored(TensorFiles):
+        contents = SimpleNamespace(tensors={"w": SimpleNamespace(shape=(2, 3), dtype=torch.float32, chunks=[])})
+
+    plan = _FullTensorPlan((2, 3), torch.float32, {(4, 0): _StoredRows(Stored(), "w", 0, 2)})
+    with pytest.raises(CheckpointError, match="contain only 0 of 6 elements"):
+        plan.build()
 
 
 def _save_other_extra(rank: int, path: str) -> None:
