@@ -121,7 +121,7 @@ def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
 
 def _is_empty(tensor: Any) -> bool:
     """Return whether ``torch.empty_like`` of a sharded tensor created `tensor` and nothing has been written to it."""
-    local = find_local_shard(tensor)
+    local = find_local_shard(tensor) if isinstance(tensor, DTensor) else None
     return local is not None and local.tracker.uninitialized
 
 

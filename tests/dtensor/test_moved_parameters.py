@@ -95,6 +95,7 @@ def test_what_does_not_fit_the_rows_is_not_taken_for_data(rank: int) -> None:
         "whole": torch.zeros(6, 5),
         "rows": torch.zeros(weight.to_local().shape),
         "nothing": torch.zeros(0),
+        "uninitialized rows": torch.empty_like(weight).to_local(),
         "dtype": weight.detach().double(),
         "other shape": model.second.bias.detach(),
         "other split": other.first.weight.detach(),
