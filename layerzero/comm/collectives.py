@@ -14,7 +14,9 @@ them in the same order, so the results are bitwise identical; see layerzero/shar
 [Note: Unequal parts]
 NCCL has no all-gather or reduce-scatter for unequal parts. torch replaces them with one broadcast or one reduction per
 rank, which run one after the other. Unequal parts are therefore exchanged with a single all-to-all, in which all pairs
-of ranks communicate at the same time. The receiving rank adds the parts of a reduction.
+of ranks communicate at the same time. The receiving rank adds the parts of a reduction. A rank sends itself nothing if
+its shard is already in its place in the output. A copy to the same memory would overwrite what the user has written to
+the shard during the collective.
 
 [Note: Collectives on streams of the engine]
 On a device, gathers, refreshes and reductions run on high-priority streams of the engine. With ``async_op=False``, NCCL
@@ -459,7 +461,7 @@ def all_gather(
             function = (
                 partial(_all_gather_flat, out, shard, group=comm.group)
                 if parts is None
-                else partial(dist.all_to_all, list(pieces), [shard] * comm.size, group=comm.group)
+                else _gather_unequal(comm, pieces, shard)
             )  # see [Note: In-place gathers] and [Note: Unequal parts]
             work: Transfer = (
                 _StreamGather(comm, partial(function, async_op=False), (out, shard), after)
@@ -475,6 +477,14 @@ def all_gather(
             if piece.numel()
         ]
         return launched.attach_transfers(*works)
+
+
+def _gather_unequal(comm: Communicator, pieces: Sequence[Tensor], shard: Tensor) -> Callable[..., Any]:
+    """Return a function that gathers `shard` into `pieces`. See [Note: Unequal parts]."""
+    outputs, inputs = list(pieces), [shard] * comm.size
+    if pieces[comm.rank].data_ptr() == shard.data_ptr():
+        outputs[comm.rank] = inputs[comm.rank] = shard[:0]
+    return partial(dist.all_to_all, outputs, inputs, group=comm.group)
 
 
 def reduce_scatter(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,11 +21,12 @@ from layerzero import PrecisionPolicy
 from layerzero.comm.collectives import Collective, Communicator, all_gather, reduce_scatter
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.buffer_pools import BufferPool
+from tests.support import wrapped_gloo
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.late_backend import NAME, register
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, on_ranks
-from tests.support.wrapped_gloo import mesh_on
+from tests.support.wrapped_gloo import WrappedGloo, mesh_on
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -138,3 +141,51 @@ def test_unequal_parts_of_16_ranks_take_one_collective() -> None:
         assert [part.shape for part in pending.parts()] == [(15,)] * 16, "this rank adds the parts"
     finally:
         dist.destroy_process_group()
+
+
+class _WritesLate(WrappedGloo):
+    """Backend whose all-to-all reads its inputs at the launch, and writes all outputs in the wait."""
+
+    NAME = "writes_late"
+
+    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+        received = [torch.empty_like(part) for part in outputs]
+        super().alltoall(received, tensors, opts)
+        return _LateWrites(outputs, received)
+
+    def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
+        return run()
+
+
+class _LateWrites(dist.Work):
+    def __init__(self, outputs: list[Tensor], received: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs, self._received = outputs, received
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for part, values in zip(self._outputs, self._received, strict=True):
+            part.copy_(values)
+        return True
+
+
+@on_ranks(world_size=2)
+def test_a_gather_of_unequal_parts_keeps_what_is_written_to_its_shard_meanwhile(rank: int) -> None:
+    wrapped_gloo.register(_WritesLate)
+    group = dist.new_group([0, 1], backend=_WritesLate.NAME)
+    comm = Communicator.over("replica", "replica", group, TrafficCounters(), "cpu")
+    parts = [3, 5]
+    for in_place in (True, False):
+        out = torch.zeros(sum(parts))
+        own = out.split(parts)[rank]
+        shard = (own if in_place else own.clone()).fill_(rank + 1)
+        pending = all_gather(comm, Collective.REFRESH, out, shard, parts=parts, only_reads_shard=in_place)
+        shard.fill_(9)
+        pending.wait()
+        assert shard.tolist() == [9] * parts[rank], "the write of the user survives"
+        expected = [[1] * 3, [2] * 5]
+        if in_place:
+            expected[rank] = [9] * parts[rank]
+        assert [part.tolist() for part in out.split(parts)] == expected, in_place
