@@ -120,6 +120,7 @@ class WeightRefresher:
             done = True
         finally:
             if not done:
+                self._steps -= 1  # only this rank may have raised, and it may repeat the step
                 for handle in updated:
                     handle.weights.refresh_in_full = True
             # A refresh that has begun must be completed, because the other ranks take part in all of its collectives.

@@ -172,17 +172,30 @@ def test_state_that_is_sharded_in_another_order_is_refused(rank: int) -> None:
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
 @on_ranks(world_size=4)
 def test_two_optimizers_that_step_in_turn_refresh_once(rank: int, shared_memory: str) -> None:
-    """Step two optimizers: one refresh for both from the second step on, unless one is skipped or a value is read."""
+    """Step two optimizers: one refresh for both from the second step on, unless one is skipped or a value is read.
+
+    A step that raises on one rank and is repeated there does not count.
+    """
     net = integer_net()
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, shared_memory=shared_memory)
     alone = [exact_sgd(parameters) for parameters in _halves(net)]
     ours = [layerzero.shard_optimizer(exact_sgd(parameters), model) for parameters in _halves(model)]
     handles = len(get_state(model).handles)
+    failures = [InterruptedError()] if rank == 0 else []
+
+    def fail(*_: object) -> None:
+        if step == 2 and failures:
+            raise failures.pop()
+
+    ours[0].inner.register_step_pre_hook(fail)
     for step, (stepping, refreshes) in enumerate(((2, 2), (2, 1), (2, 1), (1, 1), (2, 2), (2, 1))):
         layerzero.traffic(model, reset=True)
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()
         integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
         for index in range(stepping):
+            if step == 2 and index == 0 and rank == 0:
+                with pytest.raises(InterruptedError):
+                    ours[index].step()
             ours[index].step()
             alone[index].step()
             assert not different(full_parameters(model), dict(net.named_parameters())), (step, index)
