@@ -152,8 +152,7 @@ class GradAttribute:
         gradient.
         """
         self.gradients.final.storage.wait_for_host()
-        for tracker in self._trackers:
-            tracker.access_error = None
+        self.forbid_access(None)
 
     def unhide(self) -> None:
         """Restore each ``.grad`` that :meth:`hide` has removed."""
@@ -162,6 +161,14 @@ class GradAttribute:
             self._trackers[slot].access_error = forbidden
             if had_gradient:
                 self.members[slot].sharded.grad = self._gradient_of(slot)
+
+    def forbid_access(self, reason: str | None) -> None:
+        """Make access to the values of each published ``.grad`` raise an error with the message `reason`.
+
+        If `reason` is None, allow access again.
+        """
+        for tracker in self._trackers:
+            tracker.access_error = reason
 
     def _gradient_of(self, slot: int) -> RowShardedTensor:
         if slot not in self._published:

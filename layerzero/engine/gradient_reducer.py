@@ -250,6 +250,7 @@ class GradientReducer:
             grad_attribute.gradients.abort()
             with plain_access():
                 grad_attribute.unhide()
+            grad_attribute.forbid_access(_INCOMPLETE)
             for member in grad_attribute.members:
                 member.gathered.grad = None
                 consume_main_grad_flag(member.gathered)
@@ -318,6 +319,7 @@ class GradientReducer:
         """Drop all gradients and contributions, and clear the state of a failed backward pass."""
         for grad_attribute in self._grad_attributes:
             grad_attribute.gradients.drop(range(len(grad_attribute.members)))
+            grad_attribute.forbid_access(None)
             for member in grad_attribute.members:
                 member.sharded.grad = None
         self._status = GradientStatus.FINAL
@@ -334,10 +336,7 @@ class GradientReducer:
                 grad_attribute.apply_user_grads()
         if self._status is GradientStatus.INVALID:
             if names := [member.name for member in self._members if member.sharded.grad is not None]:
-                raise RuntimeError(
-                    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all "
-                    f"optimizers, or model.zero_grad(). Parameters with a gradient: {', '.join(names[:3])}, ..."
-                )
+                raise RuntimeError(f"{_INCOMPLETE}. Parameters with a gradient: {', '.join(names[:3])}, ...")
             self.drop()
 
     def apply_requires_grad(self) -> None:
@@ -427,3 +426,9 @@ class GradientReducer:
         )
         self._set_order(sorted(self._order, key=lambda each: max(positions.get(m.name, -1) for m in each.members)))
         self._order_agreed = True
+
+
+_INCOMPLETE = (
+    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all optimizers, or "
+    "model.zero_grad()"
+)

@@ -356,6 +356,7 @@ def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every
         integer_loss(model, integer_batch(rank=rank)).backward()
     hook.remove()
     assert "its gradients are incomplete" in (message := _message(partial(_enter, model, with_grads=True))), message
+    assert "its gradients are incomplete" in (message := _message(model.first.weight.grad.norm)), message
     model.zero_grad()
     _enter(model, with_grads=True)
 
