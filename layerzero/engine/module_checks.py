@@ -83,7 +83,8 @@ class StructureCheck:
         for member in self._sharded.values():
             for parameters, attribute in member.module_refs:
                 current = parameters.get(attribute)
-                if id(parameters) in ids and current is not member.sharded and current is not member.gathered:
+                own = (member.sharded, member.gathered, member.shown)
+                if id(parameters) in ids and not any(current is each for each in own):
                     raise replaced_param_error(member)
         added = dict(self._added_params(modules))
         if trained := [name for name, parameter in added.items() if parameter.requires_grad]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import get_state
@@ -141,6 +142,11 @@ def test_wrappers_hooks_and_what_has_no_trainable_parameters_may_come(rank: int)
             model(_x(rank)).sum().backward()
             assert not get_state(model).status._structure._has_changed()
         torch._dynamo.reset()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = layerzero.shard_model(nn.Sequential(nn.Linear(3, 3)), mesh=mesh_of(2), units={nn.Linear}, mp_policy=policy)
+    with torch.no_grad(), layerzero.full_precision(model), layerzero.gathered(model[0]):
+        model.act = nn.ReLU()
+        assert model(_x(rank)).dtype is torch.float32
 
 
 class Shorter(IntegerNet):
