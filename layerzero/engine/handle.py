@@ -74,7 +74,7 @@ class Handle:
         source: object that gathers the parameters that modules use: `weights`, or a :class:`FullPrecision` inside
             ``layerzero.full_precision``.
         state: state of the parameters that `source` gathers.
-        used_in_context: True if a ``layerzero.gathered`` context has gathered the handle.
+        used_in_context: True if a ``layerzero.gathered`` context with gradients enabled has gathered the handle.
     """
 
     def __init__(

@@ -370,7 +370,7 @@ class Scheduler(Closable):
         self._uses.append(use)
         try:
             self._gather_and_show(units)
-            for handle in (each for unit in units for each in unit.handles):
+            for handle in (each for unit in units for each in unit.handles) if torch.is_grad_enabled() else ():
                 handle.used_in_context = True
             with self._saved_tensors_hooks(use):
                 yield

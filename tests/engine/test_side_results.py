@@ -327,6 +327,8 @@ class Silent(nn.Module):
         self.other = nn.Linear(2, 2)
         self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
+    with torch.no_grad(), layerzero.gathered(model[0]):  # as in an evaluation, without a graph
+        assert model[0].weight.any()
     def forward(self, x: Tensor) -> Any:
         y = self.body(x)
         other = self.other(y) if self.kind == "before" else None
