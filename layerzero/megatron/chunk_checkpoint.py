@@ -110,6 +110,7 @@ def load(
     parts = [folder / _part_name(groups, index) for index in range(len(model_chunks))]
     with raising_on_all_ranks(_LOAD, groups):
         experts = [expert_names_of(chunk) for chunk in model_chunks]
+    with raising_on_all_ranks(_LOAD, groups):
         if not (folder / _MARKER).exists():
             raise FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
         if missing := [part.name for part in parts if not part.exists()]:

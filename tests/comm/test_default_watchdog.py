@@ -83,7 +83,7 @@ def _comes_late(rank: int) -> list[str]:
 def test_an_absent_rank_is_named_before_the_timeout_of_the_group() -> None:
     for reports in run_ranks(_comes_late, timeout=40):
         late = float(reports[0].partition("late by ")[2].partition(" s")[0])
-        assert TIMEOUT / 2 < late < TIMEOUT, reports
+        assert TIMEOUT / 2 <= late < TIMEOUT, reports
         assert "rank 1 has not joined, and waits in no collective: at step 1, " in reports[0], reports
         assert "rank 0 has not joined" not in reports[0] or "it waits in" in reports[0], reports
         assert "gather of" in reports[0], reports
