@@ -35,7 +35,7 @@ class Collective(enum.Enum):
     METADATA = "metadata"  # used parameters, one byte each, and other control messages
     GATHER_ORDER = "gather_order"  # name of the next unit to gather, if this unit was not predicted
     SCALAR_REDUCE = "scalar_reduce"  # gradient norms
-    UNSHARD = "unshard"  # full parameters for users, checkpoints and inference engines
+    UNSHARD = "unshard"  # full parameters or masters outside of the gathers of training
     BROADCAST = "broadcast"  # initial weights
     OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
     OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them

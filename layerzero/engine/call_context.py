@@ -122,5 +122,5 @@ def _mixed_dtypes_message(label: str, buffer_names: Sequence[str], param_dtype: 
     return (
         f"(layerzero: {label} computes in mp_policy.param_dtype={param_dtype}, but its buffers {listed} have another "
         f"dtype. If the module cannot mix dtypes, such as batch norm on some devices, pass "
-        f"shard_model(..., buffer_dtype={param_dtype}))"
+        f"mp_policy=layerzero.PrecisionPolicy(..., buffer_dtype={param_dtype}))"
     )

@@ -62,7 +62,8 @@ def register_hooks(lz_state: LayerZeroState) -> None:
     _ALL_STATES.add(lz_state)
     lz_state.model.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
     for unit in lz_state.units:
-        # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
+        # Our pre-hook runs first. Our hook runs after the hooks that the user registered before shard_model. All of
+        # these hooks see gathered parameters.
         for module in unit.modules:
             before = _PreForwardHook(lz_state, unit, _pre_forward)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

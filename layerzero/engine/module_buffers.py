@@ -1,4 +1,4 @@
-"""Keep track of the buffers that ``shard_model(buffer_dtype=...)`` has cast, and of their original dtypes.
+"""Keep track of the buffers that ``PrecisionPolicy(buffer_dtype=...)`` has cast, and of their original dtypes.
 
 [Note: Dtype of saved buffers]
 A state dict contains each buffer in its original dtype, as in FSDP1, so that an unsharded model can load the state

@@ -329,6 +329,7 @@ class Silent(nn.Module):
 
     with torch.no_grad(), layerzero.gathered(model[0]):  # as in an evaluation, without a graph
         assert model[0].weight.any()
+
     def forward(self, x: Tensor) -> Any:
         y = self.body(x)
         other = self.other(y) if self.kind == "before" else None
