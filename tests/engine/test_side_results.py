@@ -313,6 +313,8 @@ class Elsewhere(nn.Module):
 @on_ranks(world_size=WORLD)
 def test_a_result_that_no_hook_sees_is_an_error_in_the_backward(rank: int) -> None:
     model = layerzero.shard_model(nn.Sequential(Elsewhere()).double(), mesh=mesh_of(4), units={Elsewhere})
+    with torch.no_grad(), layerzero.gathered(model[0]):  # as in an evaluation, without a graph
+        assert model[0].weight.any()
     model[0](_batch(0, rank))
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight' got a gradient before .* unit, '0'"):
         Elsewhere.made.pop().sum().backward()
@@ -326,9 +328,6 @@ class Silent(nn.Module):
         self.kind, self.losses = kind, [torch.zeros(())]
         self.other = nn.Linear(2, 2)
         self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    with torch.no_grad(), layerzero.gathered(model[0]):  # as in an evaluation, without a graph
-        assert model[0].weight.any()
 
     def forward(self, x: Tensor) -> Any:
         y = self.body(x)
