@@ -59,7 +59,8 @@ def every_nth_setting(n: int) -> pytest.MarkDecorator:
 
 
 _HOST = "127.0.0.1"
-_TO_MEET = timedelta(seconds=60)
+_TO_MEET, _TO_LEAVE = timedelta(seconds=60), timedelta(seconds=10)
+_ALL_LEAVE = "all ranks leave"
 _TO_BE_BORN, _TO_END = 300, 10  # seconds
 
 
@@ -355,7 +356,12 @@ def _call(
     default = defaults["shared_memory"]
     defaults["shared_memory"] = setting.shared_memory or default
     try:
-        return fn(rank, *args)
+        value = fn(rank, *args)
+        _leave_together(store, world_size)
+        return value
+    except BaseException:
+        store.set(_ALL_LEAVE, "")
+        raise
     finally:
         defaults["shared_memory"] = default
         _meshes.clear()
@@ -363,6 +369,17 @@ def _call(
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
         if dist.is_initialized():  # the test may have destroyed the default group
             _destroy_groups()
+
+
+def _leave_together(store: dist.Store, world_size: int) -> None:
+    """Wait a moment for the other ranks, which may still be connecting to a group that this rank is about to destroy.
+
+    The store is independent of what the test has done with the default group.
+    """
+    if store.add("ranks that leave", 1) == world_size:
+        store.set(_ALL_LEAVE, "")
+    with contextlib.suppress(RuntimeError):  # a rank died or still runs, and is reported as such
+        store.wait([_ALL_LEAVE], _TO_LEAVE)
 
 
 def _clear_caches() -> None:
