@@ -15,23 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from layerzero.comm.codecs import DifferenceCodec, GatherCodec
 from layerzero.utils.add_ons import addon, has_addon
 
-__all__ = [
-    "ACCUMULATIONS",
-    "AUTO",
-    "UNSUPPORTED",
-    "Codecs",
-    "LayerZeroConfig",
-    "ModuleEntry",
-    "Offload",
-    "Precision",
-    "PrecisionPolicy",
-    "UnitSettings",
-    "Units",
-    "codec_text",
-    "names_new_places",
-    "refuse_old_names",
-]
-
 ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
 REFRESH_CODECS = (None, "lossless")

@@ -25,8 +25,6 @@ from layerzero.extend import (
     torch_compat,
 )
 
-__all__ = ["EMA", "own_rows"]
-
 
 class EMA:
     """Exponential moving average of a model's trainable parameters, sharded like the masters.

@@ -49,8 +49,6 @@ from layerzero.extend import (
     torch_compat,
 )
 
-__all__ = ["inner_tensor", "reason_not_extensible", "split_parameter"]
-
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 

@@ -25,8 +25,6 @@ from layerzero.engine.module_buffers import in_original_dtype, original_dtypes
 from layerzero.engine.state import LayerZeroState
 from layerzero.utils.bit_sums import digest
 
-__all__ = ["IncompatibleKeys", "full_precision", "full_state_dict", "load_full_state_dict", "unsharded"]
-
 
 class _Options(NamedTuple):
     """Keyword arguments of :func:`unsharded`."""

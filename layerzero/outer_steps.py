@@ -61,8 +61,6 @@ from layerzero.extend import (
     torch_compat,
 )
 
-__all__ = ["OuterSteps", "outer"]
-
 _HEADER_BYTES = 32  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
 _ALIGNED = 16  # bytes
 _MEMORY_KINDS = ("outer", "host_outer")  # on the device, and with Offload(optimizer=True)

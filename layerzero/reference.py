@@ -34,9 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["FlatLayout", "ReferenceModel", "Slot", "plan_layout"]
-
-
 # 1. Layout: consists of integers only and is the same on all ranks.
 
 

@@ -13,8 +13,6 @@ from torch.profiler import profile
 
 from layerzero.extend import get_state
 
-__all__ = ["trace"]
-
 
 @contextmanager
 def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.json") -> Iterator[profile]:

@@ -41,8 +41,6 @@ from layerzero.extend import (
 )
 from layerzero.slow_links import PacketPosition, make_packet
 
-__all__ = ["WeightSender", "stream_weights"]
-
 _BUCKET_BYTES = 512 << 20
 
 

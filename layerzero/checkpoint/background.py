@@ -27,8 +27,6 @@ from layerzero.extend import (
     synchronize_current_stream,
 )
 
-__all__ = ["PendingSave", "Staging", "finish_pending", "staging_of"]
-
 
 class PendingSave:
     """Background save of a checkpoint. Returned by :func:`save_async`.

@@ -65,8 +65,6 @@ from layerzero.extend import (
     send_recv,
 )
 
-__all__ = ["Buddies"]
-
 _LOG = logging.getLogger("layerzero")
 _SHARE = 0.25  # fraction of the time between two snapshots over which a transfer is spread
 _WHAT = "layerzero.checkpoint.Buddies"

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from layerzero.checkpoint.errors import CheckpointError
 
-__all__ = ["CHECKSUM_DIGITS", "ByteRange", "ChecksumScheme", "ChunkHasher", "FileRecord", "read_pieces"]
-
 CHUNK = 8 << 20  # size of a chunk in bytes; the checksums of a terabyte of files take 4 MB
 _STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
 _THREADS = 4  # number of threads that read and hash in parallel

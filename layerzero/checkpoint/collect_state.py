@@ -15,8 +15,6 @@ from layerzero.checkpoint.json_codec import Encoder, to_subclass_entry
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames, rename_params
 from layerzero.extend import LayerZeroState, format_first_names, local_rows, nonfinite_names, torch_compat
 
-__all__ = ["CollectedState", "collect", "topology_entry"]
-
 
 class CollectedState(NamedTuple):
     """The state that one rank saves.

@@ -20,8 +20,6 @@ from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import write_file
 
-__all__ = ["CONTENTS", "CheckpointContents", "check_chunks", "num_saving_ranks"]
-
 CONTENTS = "contents.json"
 
 

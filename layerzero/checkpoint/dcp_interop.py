@@ -27,8 +27,6 @@ from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.extend import LayerZeroState, torch_compat
 
-__all__ = ["load_dcp", "reader"]
-
 
 def load_dcp(
     path: str | os.PathLike[str],

@@ -38,14 +38,6 @@ from layerzero.checkpoint.publish import make_folder, new_token, partial_path, p
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, Region, rank_file, write_items
 
-__all__ = [
-    "SafetensorsReader",
-    "SafetensorsWriter",
-    "SavePlanner",
-    "chunk_of",
-    "tensor_table",
-]
-
 
 class SavePlanner(DefaultSavePlanner):
     """DCP's planner, without the copies and checks of the global plan, which take quadratic time.

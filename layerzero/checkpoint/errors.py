@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CheckpointError", "PathTakenError", "RankLostError", "UnsupportedFormatError", "escape_unprintable"]
-
 
 class CheckpointError(RuntimeError):
     """Error for a checkpoint that is incomplete or damaged, or could not be written. The message names the file."""

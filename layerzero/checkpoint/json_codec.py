@@ -35,26 +35,6 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes
 from layerzero.extend import LocalShard, torch_compat
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NAMED",
-    "Decoder",
-    "Encoder",
-    "MergeableValue",
-    "PerRank",
-    "StoredRef",
-    "StoredTensor",
-    "dtype_named",
-    "fill_refs",
-    "flatten_subclass",
-    "has_inner_tensors",
-    "has_own_values",
-    "is_subclass_entry",
-    "merge_ranks",
-    "refs_in",
-    "to_subclass_entry",
-]
-
 _DEPTH = 100  # maximum nesting depth of a value, so that recursive functions do not overflow Python's stack
 
 DTYPES = {  # names in the safetensors format

@@ -29,8 +29,6 @@ from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.extend import LayerZeroState, ParamView, get_state
 
-__all__ = ["PreparedLoad", "Source", "load", "prepare_load", "prepare_load_from"]
-
 _LOG = logging.getLogger("layerzero")
 _OTHER_MODEL = "Use a separate folder for each model"
 _LOAD_MODEL_ONLY = "Load the model without an optimizer"

@@ -21,8 +21,6 @@ import torch
 from layerzero.checkpoint.checksums import CHECKSUM_DIGITS, ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.errors import CheckpointError, UnsupportedFormatError
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "Manifest", "manifest_text"]
-
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 2

@@ -35,8 +35,6 @@ from torch import nn
 from layerzero.checkpoint.background import finish_pending
 from layerzero.extend import Collective, LateMaximum, PendingSmallGather, all_gather_small, get_state
 
-__all__ = ["LeaveRequest", "on_signal"]
-
 
 def on_signal(
     signum: int, model: nn.Module, *, deadline: float | None = None, exit_code: int | None = None

@@ -19,8 +19,6 @@ from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.rank_agreement import PathLike
 from layerzero.checkpoint.safetensors_files import TensorFiles
 
-__all__ = ["FullFiles", "find_safetensors", "load_safetensors"]
-
 _INDEX = ".safetensors.index.json"
 _SAMPLES, _SAMPLE = 16, 4096  # number of positions in a file, and number of bytes read at each position
 

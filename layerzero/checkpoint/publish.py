@@ -39,25 +39,6 @@ from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHashe
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 
-__all__ = [
-    "contiguous_on_cpu",
-    "flush_folder",
-    "hide_folder",
-    "is_displaced",
-    "is_temporary",
-    "make_folder",
-    "new_token",
-    "partial_path",
-    "publish",
-    "publish_file",
-    "publish_folder",
-    "read_back",
-    "remove",
-    "require_only_checkpoint_files",
-    "tensor_bytes",
-    "write_file",
-]
-
 _PIECE = 1 << 20  # size in bytes of the pieces that are hashed and written while they are in the cache
 _AHEAD = 16 << 20  # number of bytes that are written before flushing them to disk starts
 _SYNC_FILE_RANGE_WRITE = 2

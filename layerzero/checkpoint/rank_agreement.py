@@ -12,8 +12,6 @@ from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
 from layerzero.extend import LayerZeroState, ParamView, require_equal, require_numpy
 
-__all__ = ["PathLike", "agreed", "check_checkpoint_arguments", "convert_dcp_exception"]
-
 PathLike = str | os.PathLike[str]
 
 

@@ -47,8 +47,6 @@ from layerzero.extend import (
     state_after_a_step,
 )
 
-__all__ = ["NO_OPTIMIZER_STATE", "RestorePlan"]
-
 NO_OPTIMIZER_STATE = "missing: the optimizer state"
 
 _LISTED, _EXAMPLES = 12, 3  # a summary lists up to 12 problems; if there are more, it lists 3 of each kind

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.extend import default_device_type
 
-__all__ = ["random_states", "seed_random_states", "set_random_states"]
-
 _LOG = logging.getLogger("layerzero")
 
 

@@ -33,8 +33,6 @@ from layerzero.checkpoint.publish import (
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
 from layerzero.extend import LayerZeroState, get_state
 
-__all__ = ["Resumed", "clear_leftovers", "latest", "load_latest", "next_sequence", "rotate"]
-
 _LOG = logging.getLogger("layerzero")
 _KINDS = {"unknown": UnsupportedFormatError, "damaged": CheckpointError, "gone": FileNotFoundError, "failed": Exception}
 _DEAD_AFTER = 24 * 3600.0  # time in seconds without a write after which a save counts as dead

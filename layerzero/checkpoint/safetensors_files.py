@@ -26,8 +26,6 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes, write_file
 from layerzero.extend import LocalShard, local_rows
 
-__all__ = ["CheckpointFiles", "Region", "TensorFiles", "rank_file", "same_columns", "write_items", "write_safetensors"]
-
 _HEADER_BYTES = 100 << 20  # maximum size in bytes of the header of a safetensors file
 _PIECE = 64 << 20  # maximum number of bytes of a tensor that `iter_rows` reads at once
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from layerzero.checkpoint.json_codec import MergeableValue
 from layerzero.extend import LayerZeroState, LocalShard, original_dtypes, refuse_rank_local, strip_wrapper_names
 
-__all__ = ["RankLocalNames", "StateNames", "rename_params"]
-
 
 @dataclass(frozen=True)
 class RankLocalNames:

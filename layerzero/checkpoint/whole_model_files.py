@@ -18,8 +18,6 @@ from layerzero.checkpoint.publish import make_folder, new_token, partial_path, p
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, TensorFiles, rank_file, write_safetensors
 
-__all__ = ["export_model", "import_model", "inspect", "model_keys", "write_model_file"]
-
 
 def inspect(path: str | os.PathLike[str]) -> tuple[Manifest, CheckpointContents]:
     """Verify all files of a checkpoint and return its manifest and contents.

@@ -13,8 +13,6 @@ from layerzero.cli.common import exit_with_error, parse_dtype, readable_failures
 from layerzero.extend import table
 from layerzero.megatron import export_parts, is_megatron_checkpoint
 
-__all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint"]
-
 
 def inspect_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder written by layerzero.checkpoint.save.")],

@@ -14,8 +14,6 @@ import typer
 from layerzero.checkpoint.extend import escape_unprintable
 from layerzero.extend import addon, load_named
 
-__all__ = ["exit_with_error", "import_callable", "parse_dtype", "readable_failures"]
-
 
 def exit_with_error(message: str, status: int = 2) -> NoReturn:
     """Print a message to standard error, and exit."""

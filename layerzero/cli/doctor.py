@@ -10,8 +10,6 @@ import typer
 
 from layerzero import doctor
 
-__all__ = ["check_environment"]
-
 
 def check_environment(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

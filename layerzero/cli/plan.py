@@ -16,8 +16,6 @@ from layerzero import LayerZeroConfig
 from layerzero.cli.common import exit_with_error, import_callable, readable_failures
 from layerzero.planning import Cluster, TransformerShape, plan
 
-__all__ = ["plan_model"]
-
 T = TypeVar("T", Cluster, TransformerShape)
 
 

@@ -18,8 +18,6 @@ from layerzero.cli.common import exit_with_error, import_callable, parse_dtype
 from layerzero.extend import ACCUMULATIONS
 from layerzero.verification import verify
 
-__all__ = ["verify_model"]
-
 
 def verify_model(
     model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="Function or class that builds the model.")],

@@ -26,8 +26,6 @@ from layerzero.comm.failure_report import RankStatus, format_ranks, publish_stat
 from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
 from layerzero.utils.torch_compat import default_store
 
-__all__ = ["format_values", "has_peers", "require_equal"]
-
 _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # name of the group of all ranks

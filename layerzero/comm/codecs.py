@@ -11,21 +11,6 @@ from torch import Tensor
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
-__all__ = [
-    "DifferenceCodec",
-    "EncodedPartsSpec",
-    "FeedbackCodec",
-    "GatherCodec",
-    "ParamRows",
-    "encoded_bytes",
-    "encoded_sizes",
-    "has_feedback",
-    "is_encoded",
-    "param_rows",
-    "replica_param_ranges",
-    "residual_numel",
-]
-
 _ALIGNED = 16  # bytes: alignment of each rank's encoded shard
 
 

@@ -30,18 +30,6 @@ import torch.distributed as dist
 
 from layerzero.utils.torch_compat import default_store
 
-__all__ = [
-    "HINT",
-    "CollectiveError",
-    "RankStatus",
-    "diagnose",
-    "format_order",
-    "format_ranks",
-    "order_difference",
-    "publish_status",
-    "read_statuses",
-]
-
 _PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 _TIMED_OUT, _LOST = "timed out", "lost a connection"

@@ -8,8 +8,6 @@ import torch
 
 from layerzero.comm.collectives import Collective, Communicator, all_gather
 
-__all__ = ["all_gather_text", "require_numpy"]
-
 
 def all_gather_text(comm: Communicator, text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. All ranks of the communicator must call this function.

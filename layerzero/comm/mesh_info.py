@@ -30,15 +30,6 @@ from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.layout.shard_grid import ShardGrid
 
-__all__ = [
-    "AXES",
-    "MeshInfo",
-    "as_data_parallel",
-    "init_mesh",
-    "mesh_from_groups",
-    "mesh_of_ranks",
-]
-
 AXES = ("replica", "zero3")
 _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 

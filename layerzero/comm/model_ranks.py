@@ -28,8 +28,6 @@ from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields
 
-__all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "all_reduce_over", "broadcast_over"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModelRanks:

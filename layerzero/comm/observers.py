@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from layerzero.comm.collectives import PendingCollective
 
-__all__ = ["StepObserver"]
-
 
 class StepObserver:
     """Object that is told of the events of one model's training steps. By default, each method does nothing.

@@ -53,19 +53,6 @@ from torch.distributed.distributed_c10d import Store
 from layerzero.device.streams import Waitable
 from layerzero.utils.torch_compat import backend_timeout, create_group, forget_group, hide_group, is_known_group
 
-__all__ = [
-    "CLOSED",
-    "HeldGroup",
-    "LaunchLog",
-    "ModelGroups",
-    "Reservation",
-    "current_groups",
-    "drop_idle_groups",
-    "drop_released_groups",
-    "group_count_fields",
-    "mesh_group",
-]
-
 CLOSED = (
     "the model was closed: layerzero.close has released its process groups, threads and memory. Close a model after "
     "its last use, or shard a new model"

@@ -11,15 +11,6 @@ from torch import Tensor
 
 from layerzero.device.buffer_pools import Size
 
-__all__ = [
-    "COMPARE_EVERY",
-    "REFRESHES_IN_FLIGHT",
-    "EncodedRefresher",
-    "PendingRefresh",
-    "RefreshInput",
-    "refresh_buffer_sizes",
-]
-
 COMPARE_EVERY = 50  # refreshes of a handle between two comparisons of digests
 REFRESHES_IN_FLIGHT = 2  # encoded refreshes that have buffers at the same time: one is encoded, one sent and decoded
 

@@ -20,8 +20,6 @@ from typing import Any
 from layerzero.device.profiling import profiler_range
 from layerzero.utils.torch_compat import current_graph_task, is_profiling
 
-__all__ = ["StepParts"]
-
 
 @dataclass(frozen=True)
 class _OpenSpan:

@@ -13,15 +13,6 @@ from typing import Any, NamedTuple
 
 from layerzero.comm.step_parts import StepParts
 
-__all__ = [
-    "GATHERS",
-    "Collective",
-    "Observers",
-    "TrafficCounters",
-    "display_name",
-    "gather_name",
-]
-
 
 class Collective(enum.Enum):
     """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""

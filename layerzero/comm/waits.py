@@ -63,20 +63,6 @@ from layerzero.device.streams import StreamThread
 from layerzero.utils.torch_compat import TCPStore, default_store, launches_of
 from layerzero.utils.torch_compat import current_groups as torch_groups
 
-__all__ = [
-    "Answers",
-    "ModelState",
-    "NamedWait",
-    "WaitCycleError",
-    "WaitMonitor",
-    "WaitState",
-    "has_joined",
-    "may_wait",
-    "monitor_waits",
-    "raise_verdict",
-    "waiting",
-]
-
 SLICE = 0.5  # seconds after which a waiting thread looks for a verdict
 _ASK_AFTER, _WARN_AFTER = 10.0, 60.0  # seconds
 _TICK, _PERIOD = 0.5, 4.0  # seconds between two looks at the recorded waits, and between two questions about a wait

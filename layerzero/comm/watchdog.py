@@ -47,8 +47,6 @@ from layerzero.comm.waits import Answers, ModelState, WaitMonitor, has_joined
 from layerzero.device.accelerator import device_module
 from layerzero.utils.torch_compat import default_store
 
-__all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
-
 _LOG = logging.getLogger("layerzero")
 _MOST = 1024  # number of recorded launches above which the oldest are queried
 

@@ -9,19 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HostDeviceCopies",
-    "StreamEvent",
-    "StreamUses",
-    "compute_device",
-    "default_device_type",
-    "device_module",
-    "host_memory",
-    "keep_until_done",
-    "require_no_capture",
-    "synchronize_current_stream",
-]
-
 StreamEvent = Any  # event of the device, or None on the CPU
 
 

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate_parts"]
-
 _PIECE = 1 << 16  # elements per chunk: half a MiB in fp32, including the copy; torch uses two threads for a chunk
 _DEVICE_PIECE = 1 << 22  # elements per chunk of a sum that needs fp32 memory on a device: 16 MiB
 

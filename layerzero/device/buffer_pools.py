@@ -15,16 +15,6 @@ from torch import Tensor, UntypedStorage
 from layerzero.device.accelerator import StreamEvent, device_module, keep_until_done
 from layerzero.utils.torch_compat import CAN_SWAP_STORAGES
 
-__all__ = [
-    "BufferPool",
-    "DeviceBufferPool",
-    "FullBufferPool",
-    "Size",
-    "UnitFootprint",
-    "bytes_of_buffers",
-    "max_gathered_bytes",
-]
-
 Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 
 _USUAL = 2  # number of buffers of a size that was not predicted: one is filled while the other is reduced

@@ -20,8 +20,6 @@ from layerzero.device.accelerator import HostDeviceCopies, StreamEvent
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import PendingWait
 
-__all__ = ["HostShard"]
-
 
 class HostShard:
     """ZeRO-3 shard in host memory; see [Note: Weights in host memory].

@@ -9,8 +9,6 @@ import torch
 
 from layerzero.utils.torch_compat import is_profiling
 
-__all__ = ["profiler_range"]
-
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 

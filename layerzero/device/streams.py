@@ -42,20 +42,6 @@ import torch
 from layerzero.device.accelerator import device_module
 from layerzero.device.profiling import profiler_range
 
-__all__ = [
-    "DeferredCollectiveError",
-    "DeviceStream",
-    "DeviceStreams",
-    "PendingWait",
-    "ReductionStreams",
-    "Stream",
-    "StreamThread",
-    "ThreadStream",
-    "ThreadStreams",
-    "Waitable",
-    "make_reduction_streams",
-]
-
 Operation = Callable[[], object]
 
 _PATIENCE = 5.0  # seconds to wait for in-flight collectives when a model is closed or the process exits

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Level", "findings_as_json", "findings_as_text", "has_problem", "summary"]
-
 Level = Literal["ok", "note", "problem"]
 
 

@@ -26,8 +26,6 @@ from layerzero.doctor.findings import Finding, Level
 from layerzero.doctor.machine import PREFIXES, device_names, installed_versions, whole_number
 from layerzero.extend import boot_id, default_device_type
 
-__all__ = ["check_job"]
-
 _RANKS, _LINKS = "ranks", "links"
 _SHOWN = 8  # maximum number of nodes listed in one line
 # Packages whose files or messages ranks exchange.

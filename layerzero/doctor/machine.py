@@ -16,8 +16,6 @@ import layerzero
 from layerzero.doctor.findings import Finding, Level
 from layerzero.extend import default_device_type
 
-__all__ = ["check_machine"]
-
 # Oldest supported and newest tested version, as in pyproject.toml and CONTRIBUTING.md.
 TESTED_PYTHON = ((3, 11), (3, 13))
 TESTED_TORCH = ((2, 11), (2, 14))

@@ -25,8 +25,6 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.typed_torch import apply_function, make_dtensor
 from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, tree_leaves, tree_map_only
 
-__all__ = ["call_on_sharded", "is_in_place"]
-
 _OPERATORS = vars(operator)
 _WRITING_OPERATORS = {name for name in _OPERATORS if name.startswith("__i") and f"__{name[3:]}" in _OPERATORS}
 _NO_WRITES = ("requires_grad_", "detach_")  # their names end like those of in-place functions

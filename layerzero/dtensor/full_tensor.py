@@ -29,8 +29,6 @@ from torch.distributed.tensor import DTensor, Shard
 from layerzero.comm.collectives import Collective, all_gather
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["UnevenShard", "rows_of"]
-
 
 class UnevenShard(Shard):
     """``Shard(0)`` with uneven pieces, which compares equal to torch's ``Shard(0)``.

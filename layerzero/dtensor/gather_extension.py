@@ -11,8 +11,6 @@ from torch.autograd.graph import Node
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import Waitable
 
-__all__ = ["ExtendedGather", "GatherExtension", "GatheredBytes", "has_extension"]
-
 
 def has_extension(tensor: Tensor) -> bool:
     """Return whether the tensor's class has an all-gather extension as defined by FSDP2."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from layerzero.utils.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["GRAD_ACCESSORS", "LazyGrad", "plain_access", "post_accumulate_grad_hooks", "resolve_first"]
-
 _GRADIENT: Any = Tensor.grad
 GRAD_ACCESSORS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as passed to __torch_function__
 

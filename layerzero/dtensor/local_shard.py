@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # a third of the import time of this package, and needed only
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["LocalShard", "find_local_shard", "local_shard", "outside_dtensor", "plain", "to_local", "written_values"]
-
 
 class LocalShard(torch.Tensor):
     """Rows of a sharded tensor on this rank, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""

@@ -36,8 +36,6 @@ from layerzero.utils.torch_compat import (
     compute_local_shape_and_global_offset,
 )
 
-__all__ = ["ModelParallelSpec", "local_part", "reason_not_shardable"]
-
 
 def reason_not_shardable(placements: Sequence[Placement], ndim: int) -> str | None:
     """Return why a DTensor with these placements cannot be sharded further, or None if it can be."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from layerzero.dtensor.lazy_grad import LazyGrad
 
-__all__ = ["MasterState", "MutationTracker"]
-
 
 class MasterState(enum.Enum):
     """Relation of masters to compute weights. A launched refresh leads to REFRESHED, a step or an edit away from it."""

@@ -6,15 +6,6 @@ from typing import Any
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = [
-    "FROZEN_DTYPE_MESSAGE",
-    "named_error",
-    "no_gradient_message",
-    "not_gathered",
-    "unsupported",
-    "write_to_derived",
-]
-
 FROZEN_DTYPE_MESSAGE = (
     "parameter {!r} was frozen when it was sharded, and its master has dtype {}, which is too coarse for training. "
     "Unfreeze it before shard_model, or convert it to float32 before shard_model"

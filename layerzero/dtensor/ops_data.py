@@ -26,8 +26,6 @@ from layerzero.dtensor.lazy_grad import GRAD_ACCESSORS, resolve_first
 from layerzero.dtensor.local_shard import find_local_shard, local_shard
 from layerzero.utils.torch_compat import can_move_data
 
-__all__ = ["FUNCTION_OVERRIDES", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
-
 
 def copy_attributes_and_hooks(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
     """Copy the user's attributes and hooks from a parameter to its replacements.

@@ -30,8 +30,6 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.typed_torch import make_dtensor
 from layerzero.utils.torch_compat import DisableTorchFunctionSubclass, tree_leaves, tree_map_only, trunc_normal_
 
-__all__ = ["LIKE", "call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator"]
-
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
 _DRAWING = {f"aten::{name}" for name in (*_FILLS, *_MAKES)}

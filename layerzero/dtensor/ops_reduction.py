@@ -34,8 +34,6 @@ from layerzero.utils.torch_compat import (
     tree_map_only,
 )
 
-__all__ = ["COLLECTIVES", "REDUCTIONS", "REFUSED", "PartialScalar", "neutral_result", "refuse_uneven_collective"]
-
 COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm")

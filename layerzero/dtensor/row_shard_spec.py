@@ -20,8 +20,6 @@ from layerzero.comm.collectives import Collective, all_gather, broadcast
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["RowShardSpec", "refuse_rank_local"]
-
 
 def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks: int) -> None:
     """Raise ValueError if any name in `specs` refers to different parameters on different ranks of the model.

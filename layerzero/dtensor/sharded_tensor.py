@@ -50,8 +50,6 @@ from layerzero.utils.torch_compat import (
     will_execute,
 )
 
-__all__ = ["RowShardedTensor", "sharded"]
-
 
 def _creation_method(name: str) -> Callable[..., Tensor]:
     method, like = getattr(Tensor, name), getattr(torch, f"{name.removeprefix('new_')}_like")

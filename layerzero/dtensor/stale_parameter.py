@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from layerzero.utils.torch_compat import tree_leaves
 
-__all__ = ["StaleParameter", "current", "make_stale"]
-
 _READABLE = ("_is_param", "_fix_weakref")  # isinstance(p, nn.Parameter) and torch's weak dictionaries read these
 
 

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.utils.torch_compat import DTensorSpec
 
-__all__ = ["apply_function", "make_dtensor"]
-
 _Kind = TypeVar("_Kind", bound=DTensor)
 
 

@@ -6,8 +6,6 @@ import logging
 
 from layerzero.utils.torch_compat import REDISTRIBUTE_LOGGER
 
-__all__ = ["filter_mesh_warnings"]
-
 
 def filter_mesh_warnings() -> None:
     """Suppress torch's advice to flatten the (zero3, replica) mesh of sharded parameters.

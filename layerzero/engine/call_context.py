@@ -19,15 +19,6 @@ from layerzero.utils.torch_compat import (
     tracing_state,
 )
 
-__all__ = [
-    "call_with_hooks",
-    "explain_dtype_error",
-    "in_backward",
-    "is_called",
-    "is_recursive_call",
-    "require_no_transform",
-]
-
 _SHOWN = 4  # maximum number of buffers in a message
 
 

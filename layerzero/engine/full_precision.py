@@ -23,8 +23,6 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.weight_storage import WeightStorage
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["FullPrecision"]
-
 
 class FullPrecision:
     """Full buffer of one handle in master dtype, and the parameters that are views of it.

@@ -24,8 +24,6 @@ from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.failure_report import CollectiveError, order_difference, publish_status
 
-__all__ = ["GatherOrderCheck"]
-
 _REMEMBERED = 4096  # length of the history that is searched for a repetition
 _CONTEXT = 64  # maximum length of a matching context
 _SHOWN = 6  # number of gathers that an error message lists for each rank

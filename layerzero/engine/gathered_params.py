@@ -19,8 +19,6 @@ from torch.autograd.graph import increment_version
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["FLAG", "GatheredParams", "MainGradParameter", "consume_main_grad_flag", "is_row_major"]
-
 FLAG = "grad_added_to_main_grad"
 
 

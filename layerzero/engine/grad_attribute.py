@@ -23,8 +23,6 @@ from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.layout.grad_usage import GradUsage
 
-__all__ = ["GradAttribute"]
-
 
 class GradAttribute:
     """``.grad`` of the parameters of one handle. Each ``.grad`` is a view of the final gradient."""

@@ -19,8 +19,6 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 from layerzero.utils.torch_compat import foreach_copy_
 
-__all__ = ["GradientBuffer", "SlotState"]
-
 _MOST_TENSORS = 8  # number of flat tensors whose views are cached; exceeds the number of buffers of one size in use
 
 

@@ -26,8 +26,6 @@ from layerzero.comm.transport.base import SendBuffer
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, StreamUses
 from layerzero.engine.gradient_storage import GradientStorage, PersistentStorage
 
-__all__ = ["AccumulatorAllocator", "OffloadedStorage", "accumulator_bytes"]
-
 _SLABS = 2
 
 

@@ -29,8 +29,6 @@ from layerzero.engine.used_params import PendingUsage, UsedParamMap
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.utils.torch_compat import foreach_mul_
 
-__all__ = ["GradientReducer"]
-
 
 class GradientStatus(enum.Enum):
     """State of the gradients after all passes so far. INVALID takes precedence over UNREDUCED."""

@@ -48,14 +48,6 @@ from layerzero.comm.transport.base import SendBuffer
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, StreamUses
 from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool
 
-__all__ = [
-    "AliasedStorage",
-    "GradientStorage",
-    "HostStorage",
-    "PersistentStorage",
-    "PooledStorage",
-]
-
 
 class GradientStorage(ABC):
     """Flat memory of one gradient buffer, 1-D [numel].

@@ -32,8 +32,6 @@ from layerzero.engine.weight_storage import WeightStorage
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["GatherState", "Handle"]
-
 
 class GatherState(enum.Enum):
     """State of a handle's weights, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""

@@ -47,8 +47,6 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["HandleGradients", "HandleReduction", "Inspect"]
-
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 # Maximum number of bytes of a handle's gradients that wait to be added to memory that exists between passes.

@@ -43,17 +43,6 @@ from layerzero.utils.torch_compat import (
     num_dispatch_modes,
 )
 
-__all__ = [
-    "close_hooks",
-    "forward_hooks",
-    "get_state",
-    "get_states",
-    "is_closed",
-    "managed_params_in",
-    "owning_units",
-    "register_hooks",
-]
-
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 

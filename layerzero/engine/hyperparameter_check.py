@@ -28,8 +28,6 @@ from layerzero.comm.agreement import format_values
 from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 from layerzero.comm.observers import StepObserver
 
-__all__ = ["DIGEST_BYTES", "HyperparameterCheck"]
-
 DIGEST_BYTES = 16  # one half for the digest, one half for its complement
 _DIVISOR = "gradient_divide_factor of unit "  # begins the names of divisors
 Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group

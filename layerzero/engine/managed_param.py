@@ -18,8 +18,6 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.stale_parameter import current
 from layerzero.utils.torch_compat import will_execute
 
-__all__ = ["ManagedParam", "ParamRegistry"]
-
 
 @dataclass(eq=False)
 class ManagedParam:

@@ -16,8 +16,6 @@ import logging
 
 import torch.distributed as dist
 
-__all__ = ["NoSyncHint"]
-
 _ENOUGH = 2  # number of consecutive steps after which the hint is logged; the first may be a warm-up
 
 _LOG = logging.getLogger("layerzero")

@@ -13,8 +13,6 @@ from layerzero.comm.process_groups import CLOSED
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import StructureCheck
 
-__all__ = ["Closable", "ModelStatus", "ParamView", "active_view", "require_no_grad", "require_unsharded"]
-
 
 class Closable:
     """Base class for parts of a sharded model. After :meth:`close`, which deletes all attributes, every use raises."""

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CastBuffer", "in_original_dtype", "keep_dtypes_in_state", "original_dtypes"]
-
 
 @dataclass(frozen=True, eq=False)
 class CastBuffer:

@@ -14,8 +14,6 @@ from torch import nn
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["StructureCheck", "replaced_param_error"]
-
 
 class StructureCheck:
     """Record of a model's modules and parameters at the time of sharding, which detects later changes.

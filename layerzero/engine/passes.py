@@ -21,8 +21,6 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
-
 
 class UnitCall:
     """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""

@@ -9,8 +9,6 @@ from layerzero.comm.transport.base import TransportTraits
 from layerzero.device.accelerator import device_module
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["RankTraits"]
-
 
 @dataclass(frozen=True)
 class RankTraits:

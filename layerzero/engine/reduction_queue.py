@@ -55,8 +55,6 @@ from layerzero.engine.gradient_storage import GradientStorage
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.reduction_spec import ReductionStage
 
-__all__ = ["IN_FLIGHT", "ReductionQueue"]
-
 # Maximum number of reductions that may be in their first and in their second collective. At the maximum, the host waits
 # for the oldest reduction. Each reduction keeps the gradients of a unit in memory: full gradients in the first
 # collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. A first collective may use one of

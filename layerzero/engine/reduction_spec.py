@@ -66,8 +66,6 @@ from layerzero.engine.rank_traits import RankTraits
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["BufferUse", "ReductionSpec", "ReductionStage", "accumulates_full_gradients"]
-
 
 class BufferUse(enum.Enum):
     """Period in which a reduction uses a scratch buffer."""

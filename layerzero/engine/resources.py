@@ -11,8 +11,6 @@ from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.engine.gradient_offload import AccumulatorAllocator
 
-__all__ = ["MeshResources", "ModelPools"]
-
 
 @dataclass(frozen=True)
 class ModelPools:

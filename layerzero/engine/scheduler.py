@@ -70,8 +70,6 @@ from layerzero.utils.torch_compat import (
     saved_tensor_hooks,
 )
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler(Closable):
     """Scheduler that gathers and frees the units of one sharded model and launches the reductions of their gradients.

@@ -24,8 +24,6 @@ from layerzero.engine.unit import Unit, split_at_units
 from layerzero.utils.pytree import iter_tensors, map_tensors
 from layerzero.utils.torch_compat import autograd_sequence_number
 
-__all__ = ["SideResults", "is_computed_in", "with_latest_nodes"]
-
 # Every forward pass searches attributes of these classes. To search others would take longer than a small unit.
 _RESULTS, _NOT_RESULTS = {Tensor, list, tuple, dict}, {"_parameters", "_modules"}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -23,9 +23,6 @@ from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from layerzero.engine.weight_refresh import WeightRefresher
 
-__all__ = ["LayerZeroState"]
-
-
 _T = TypeVar("_T", bound=StepObserver)
 
 

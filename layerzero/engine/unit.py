@@ -25,8 +25,6 @@ from layerzero.engine.resources import MeshResources
 from layerzero.utils.pytree import cast_floating, iter_tensors, map_tensors
 from layerzero.utils.torch_compat import has_storage
 
-__all__ = ["Unit", "make_gather_order_checks", "split_at_units"]
-
 
 class Casts(NamedTuple):
     """Dtypes to which floating-point inputs and outputs of a forward pass are cast, or None if they are not."""

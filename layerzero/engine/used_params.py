@@ -27,8 +27,6 @@ from layerzero.comm.process_groups import Reservation
 from layerzero.device.profiling import profiler_range
 from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 
-__all__ = ["PendingUsage", "UsedParamMap"]
-
 
 class UsedParamMap:
     """Record of the parameters that at least one rank of a model has used; see [Note: Order of names in messages].

@@ -19,8 +19,6 @@ from layerzero.comm.transport.base import Transport
 from layerzero.engine.handle import Handle
 from layerzero.engine.passes import GatheredUse
 
-__all__ = ["RefreshRound", "WeightRefresher"]
-
 _ALL_ALIKE = (
     "Change the parameters on every rank, to the same values (layerzero.load_full_state_dict sends the values of the "
     "first rank), or call layerzero.refresh(model) on every rank afterwards"

@@ -36,8 +36,6 @@ from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, overlap
 
-__all__ = ["WeightStorage"]
-
 
 class WeightStorage:
     """Master, ZeRO-3 shard and full buffer of one handle, and the gathered parameters that are views of the buffer.

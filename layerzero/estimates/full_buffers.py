@@ -16,8 +16,6 @@ import torch
 from layerzero.device.buffer_pools import FullBufferPool, max_gathered_bytes
 from layerzero.estimates.specs import UnitSpec
 
-__all__ = ["FullBufferEstimate", "simulate_full_buffers"]
-
 _STEPS = 3  # the first forward pass has no recorded order and does not prefetch; the last step repeats the second
 
 

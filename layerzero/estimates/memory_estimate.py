@@ -24,15 +24,6 @@ from layerzero.estimates.scratch_buffers import count_scratch
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = [
-    "MemoryEstimate",
-    "device_bytes",
-    "estimate_memory",
-    "held_bytes",
-    "optimizer_bytes",
-    "predicted_traffic",
-]
-
 _STEP = 4  # size of a step counter in bytes
 
 

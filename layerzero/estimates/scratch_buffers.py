@@ -30,8 +30,6 @@ from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, UnitSpec, specs_of
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["ScratchBuffers", "buffer_demand", "count_scratch", "scratch_of"]
-
 _BUFFERS_STILL_READ = 2  # number of buffers of a size that may still be read at the next launch
 _ENCODED_REFRESH, _NEW_WEIGHTS = "encoded refresh", "refreshed weights before they are copied to the host"
 

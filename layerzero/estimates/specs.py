@@ -17,8 +17,6 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat_layout import FlatLayout
 
-__all__ = ["HandleSpec", "UnitSpec", "specs_of"]
-
 
 @dataclass(frozen=True)
 class HandleSpec:

@@ -15,8 +15,6 @@ from layerzero import LayerZeroConfig, PrecisionPolicy, register_forward_method,
 from layerzero.extend import Policy, Units, block_classes, get_state
 from layerzero.integrations.yaml_file import read_settings, translate
 
-__all__ = ["StrategyMixin", "is_sharded", "merge_settings", "model_of", "shard"]
-
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
 

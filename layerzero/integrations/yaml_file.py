@@ -19,8 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero import Codecs, Float8Rows, Int4Blocks, Int4Difference, Int8Blocks, Offload, PrecisionPolicy
 from layerzero.extend import refuse_old_names
 
-__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "translate"]
-
 _log = logging.getLogger("layerzero")
 
 _DTYPES = {

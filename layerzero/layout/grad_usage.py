@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["GradUsage"]
-
 
 class GradUsage(enum.IntEnum):
     """Known state of one parameter's gradient since the user last zeroed it.

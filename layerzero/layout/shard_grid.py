@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from layerzero.layout.flat_layout import FlatLayout, Slot
 
-__all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
-
 
 class Extent(enum.IntEnum):
     """Part of a handle's flat order that a tensor covers; see [Note: Three extents]."""

@@ -15,8 +15,6 @@ from layerzero import LayerZeroConfig, PrecisionPolicy
 from layerzero.extend import addon, require_equal
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 
-__all__ = ["ParsedArguments", "add_arguments", "settings_from_arguments"]
-
 _log = logging.getLogger("layerzero")
 
 

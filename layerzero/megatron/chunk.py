@@ -14,8 +14,6 @@ from layerzero.extend import RowShardedTensor, get_state, local_rows, torch_comp
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability import LocalGradientCheck
 
-__all__ = ["ShardedChunk"]
-
 
 class ShardedChunk(nn.Module):
     """Sharded model chunk with the methods that Megatron's schedules and training loop call.

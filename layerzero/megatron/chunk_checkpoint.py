@@ -37,8 +37,6 @@ from layerzero.megatron.global_names import expert_names_of, global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raising_on_all_ranks
 
-__all__ = ["load", "save"]
-
 _MARKER = "complete"
 _SAVE, _LOAD = "layerzero.megatron.save", "layerzero.megatron.load"
 

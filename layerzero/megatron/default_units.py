@@ -8,16 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "add_named_modules",
-    "default_units",
-    "is_expert_parallel",
-    "language_model",
-    "matching_names",
-    "only_experts",
-    "warn_of_layers_without_units",
-]
-
 IsUnit = Callable[[str, nn.Module], bool]
 
 

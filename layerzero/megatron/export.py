@@ -16,8 +16,6 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.extend import CheckpointFiles, Manifest, Region, model_keys, write_model_file
 from layerzero.megatron.global_names import layer_of, module_name
 
-__all__ = ["export_parts", "is_megatron_checkpoint"]
-
 _MARKER = "complete"
 
 _MOST_CHUNKS = 1000  # maximum number of chunks per rank that is accepted from an untrusted checkpoint

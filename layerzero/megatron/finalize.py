@@ -14,8 +14,6 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import language_model
 from layerzero.megatron.parallel_groups import ProcessGroups
 
-__all__ = ["FinalizeGradients", "tied_weight"]
-
 
 class FinalizeGradients:
     """Callable that completes the data-parallel reduction, and then sums gradients over model-parallel ranks.

@@ -15,8 +15,6 @@ from layerzero.checkpoint.extend import MergeableValue, RankLocalNames
 from layerzero.extend import get_state, strip_wrapper_names
 from layerzero.megatron.chunk import ShardedChunk
 
-__all__ = ["expert_names_of", "global_layout_of", "layer_of", "module_name"]
-
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 # Names inside a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3. A weight1 without a
 # preceding module name belongs to all experts.

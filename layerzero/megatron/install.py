@@ -34,8 +34,6 @@ from layerzero.megatron.parallel_groups import all_gather_object
 from layerzero.megatron.versions import SUPPORTED, release, version, version_error
 from layerzero.megatron.wrap import wrap
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Make Megatron-LM's ``pretrain`` train with layerzero.

@@ -17,8 +17,6 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
 from layerzero.optimizers import adamw, sgd
 
-__all__ = ["ShardedMegatronOptimizer"]
-
 
 class ShardedMegatronOptimizer:
     """Optimizer of sharded model chunks with the interface of ``megatron.core.optimizer.MegatronOptimizer``.

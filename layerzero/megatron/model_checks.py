@@ -16,8 +16,6 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
 from layerzero.reliability import nonfinite_text
 
-__all__ = ["is_counted", "params_norm", "reduce_over_model", "refuse_nonfinite", "replicas_agree", "sum_of_squares"]
-
 
 def is_counted(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.

@@ -13,8 +13,6 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.extend import default_device_type, group_count_fields, mesh_group, require_equal
 from layerzero.megatron.versions import version, version_error
 
-__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raising_on_all_ranks"]
-
 NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
 
 

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from layerzero.extend import ManagedParam, RowShardSpec, sharded
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
-__all__ = ["GlobalParam", "global_params", "insert_weights"]
-
 
 @dataclass(frozen=True)
 class GlobalParam:

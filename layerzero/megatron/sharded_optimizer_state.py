@@ -30,8 +30,6 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raising_on_all_ranks
 from layerzero.megatron.sharded_model_state import global_params
 
-__all__ = ["ChunkOptimizer", "chained_states", "load_states", "sharded_states"]
-
 _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # key of the tensors, by chunk and parameter name
 _MASTERS = ("param", "fp32_param")

@@ -10,8 +10,6 @@ from layerzero import Offload, PrecisionPolicy
 from layerzero.extend import Accumulation, accumulates_full_gradients
 from layerzero.megatron.default_units import is_expert_parallel, only_experts
 
-__all__ = ["refuse_flags", "refuse_fusion", "refuse_model"]
-
 
 class _Rule(NamedTuple):
     """Setting that is not supported.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SUPPORTED", "release", "version", "version_error"]
-
 # By (major, minor): the latest patch release, which the tests use, and the Megatron-LM tag that has its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
 

@@ -24,8 +24,6 @@ from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
 from layerzero.megatron.unsupported import refuse_fusion, refuse_model
 from layerzero.reliability import LocalGradientCheck
 
-__all__ = ["wrap"]
-
 
 def wrap(
     model_chunks: nn.Module | Sequence[nn.Module],

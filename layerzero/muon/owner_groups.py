@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from layerzero.extend import Communicator, MeshInfo, ModelParallelSpec
 
-__all__ = ["OwnerGroup", "axis_to_join", "owner_group_across", "owner_group_of", "positions_across", "sharded_axes"]
-
 
 @dataclass(frozen=True, eq=False)
 class OwnerGroup:

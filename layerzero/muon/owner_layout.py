@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 from layerzero.extend import FlatLayout, Slot
 
-__all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
-
 _EFFORT = 200_000  # number of tried runs after which chains keep the runs of earlier rounds
 _ROUNDS = 6  # maximum number of rounds over all chains
 _INSIDE = 32  # number of candidate cuts inside the slots of a layout, in addition to those between slots

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from layerzero.extend import ModelRanks, sharded
 from layerzero.muon.owner_step import OwnedParam
 
-__all__ = ["add_remote_owner_state"]
-
 
 def add_remote_owner_state(
     state: Mapping[str, Any], owned: Sequence[OwnedParam], model_ranks: ModelRanks

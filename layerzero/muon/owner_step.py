@@ -47,9 +47,6 @@ from layerzero.muon.owner_groups import OwnerGroup, sharded_axes
 from layerzero.muon.owner_layout import ParamOwner, update_cost
 from layerzero.muon.split_step import Turn, step_param_by_param
 
-__all__ = ["GroupKey", "ModelOwners", "OwnedParam", "by_owner_group", "peak_buffer_counts", "step_with_owners"]
-
-
 GroupKey = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
 
 

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Turn", "step_param_by_param"]
-
 Turn = tuple[MutableMapping[str, Any], Tensor]  # (group of the optimizer, parameter to step with the group's settings)
 
 _MOST_ELEMENTS = 64  # tensors with more elements are data and do not count as scalars

@@ -18,17 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "DTYPES",
-    "apex_class",
-    "apex_needs_full_params",
-    "momentum_before_first",
-    "refuse_apex_offload",
-    "require_apex_dtypes",
-    "require_supported_apex",
-    "with_preparation",
-]
-
 _16_AND_32 = (torch.float32, torch.float16)
 # Dtypes that each class updates. FusedSGD silently skips parameters with other dtypes.
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {

@@ -16,8 +16,6 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.utils.torch_compat import foreach_mul_, foreach_norm
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

@@ -28,8 +28,6 @@ from layerzero.optimizers.compatibility_trial import (
 from layerzero.optimizers.wrapped_optimizer import unwrap_step
 from layerzero.utils.torch_compat import tree_leaves
 
-__all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
-
 # These are element-wise with any settings. Derived classes go through the compatibility trial.
 _ELEMENTWISE = {
     torch.optim.ASGD,

@@ -42,17 +42,6 @@ from layerzero.optimizers.wrapped_optimizer import HOOKS, replace_params, unwrap
 from layerzero.utils.add_ons import addon
 from layerzero.utils.torch_compat import has_imported_dynamo, tree_leaves, tree_structure
 
-__all__ = [
-    "TrialError",
-    "copy_optimizer",
-    "find_owner_difference",
-    "find_row_difference",
-    "find_unsavable_state",
-    "group_kind",
-    "step_of_copy",
-    "steps_matrices_separately",
-]
-
 _Turn = tuple[dict[str, Any], Tensor]  # (group of the optimizer, parameter to step with the group's settings)
 
 _RANKS = 4

@@ -16,8 +16,6 @@ from layerzero.optimizers.apex import DTYPES, apex_class, momentum_before_first
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.torch_compat import fused_kernel_devices
 
-__all__ = ["Params", "adamw", "implementation", "sgd"]
-
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 _log = logging.getLogger("layerzero")

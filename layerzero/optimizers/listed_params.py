@@ -13,8 +13,6 @@ from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 
-__all__ = ["ListedParam", "ListedParams"]
-
 
 @dataclass(frozen=True, eq=False)
 class ListedParam:

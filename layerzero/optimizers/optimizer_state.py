@@ -17,20 +17,6 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.update_rule import FullParam
 from layerzero.utils.torch_compat import tree_leaves, tree_map, tree_structure
 
-__all__ = [
-    "IMPLEMENTATION_SETTINGS",
-    "Holder",
-    "as_one_row",
-    "load_setting",
-    "shard_state",
-    "shorten_names",
-    "to_comparable",
-    "to_device_of",
-    "to_public_value",
-    "to_stored_value",
-]
-
-
 Holder = (
     ManagedParam | FullParam | None
 )  # ManagedParam: each rank has the state of its rows. FullParam: the owner has all state. None: not sharded

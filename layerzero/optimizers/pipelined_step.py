@@ -23,8 +23,6 @@ from layerzero.optimizers.compatibility import is_elementwise_by_name
 from layerzero.optimizers.update_rule import UpdateRule
 from layerzero.optimizers.wrapped_optimizer import has_step_of_its_own
 
-__all__ = ["update_params"]
-
 _MOST = 8  # maximum number of parts; the first update, about an eighth of the work, does not overlap with a refresh
 
 

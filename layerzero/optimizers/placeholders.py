@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from layerzero.utils.torch_compat import tree_leaves
 
-__all__ = ["Placeholders", "placeholder"]
-
 
 def placeholder(rows: Tensor) -> Tensor:
     """Return zeros of shape [2, 1, ...] with the same number of dims, dtype and device as the empty tensor `rows`."""

@@ -46,8 +46,6 @@ from layerzero.optimizers.wrapped_optimizer import (
 )
 from layerzero.utils.add_ons import addon
 
-__all__ = ["ShardedOptimizer", "shard_optimizer"]
-
 _OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both optimizers have
 
 

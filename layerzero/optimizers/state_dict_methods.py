@@ -41,8 +41,6 @@ from layerzero.optimizers.torch_state_dict import (
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.utils.torch_compat import tree_any_only, tree_map
 
-__all__ = ["StateDictMethods"]
-
 
 class StateDictMethods(Optimizer):
     """Part of ``ShardedOptimizer`` that saves and loads its state."""

@@ -22,8 +22,6 @@ from layerzero.optimizers.listed_params import ListedParam, ListedParams
 from layerzero.optimizers.optimizer_state import Holder, to_public_value, to_stored_value
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 
-__all__ = ["MasterKeyedState", "ParamKeyedState"]
-
 
 class MasterKeyedState(defaultdict[Any, Any]):
     """State of the inner optimizer, keyed by master.

@@ -29,18 +29,6 @@ from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.optimizers.optimizer_state import Holder, shorten_names, to_comparable, to_public_value
 from layerzero.utils.torch_compat import tree_leaves, tree_map
 
-__all__ = [
-    "NOT_STEPPED",
-    "STATE_IS_LOST",
-    "creates_state_only",
-    "example_shape",
-    "is_unwritten",
-    "new_state",
-    "strip_wrapper_names",
-    "to_numbered",
-    "to_optimizer_names",
-]
-
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 STATE_IS_LOST = (
     "the loaded optimizer state has no entry for the frozen parameters {names}. If they were trained before they were "

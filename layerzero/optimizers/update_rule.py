@@ -12,8 +12,6 @@ from layerzero.comm.observers import StepObserver
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["FullParam", "UpdateRule"]
-
 
 class FullParam(ABC):
     """Parameter that one rank, its owner, updates in full. The owner has all of the parameter's optimizer state.

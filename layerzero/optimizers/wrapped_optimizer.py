@@ -27,19 +27,6 @@ from layerzero.dtensor.local_shard import find_local_shard, local_shard, plain, 
 from layerzero.optimizers.listed_params import ListedParam
 from layerzero.utils.torch_compat import TorchDispatchMode
 
-__all__ = [
-    "HOOKS",
-    "WriteDetector",
-    "has_step_of_its_own",
-    "record_writes",
-    "reduced_grad_rows",
-    "refuse_mixed_dtensors",
-    "replace_params",
-    "step_without_global_hooks",
-    "unwrap_step",
-]
-
-
 HOOKS = tuple(
     f"_optimizer_{event}_{moment}_hooks"
     for event in ("step", "state_dict", "load_state_dict")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Cluster"]
-
 _PORT = 400.0  # in Gbit/s; nodes with eight accelerators usually have one port of this speed per accelerator
 
 

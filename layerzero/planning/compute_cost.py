@@ -10,8 +10,6 @@ from torch import nn
 from layerzero.extend import UnitDefinition
 from layerzero.planning.transformer_shapes import TransformerShape
 
-__all__ = ["ComputeCost"]
-
 
 class ComputeCost(NamedTuple):
     """FLOPs in the forward and the backward passes of a micro-batch on one rank, and the bytes of its activations."""

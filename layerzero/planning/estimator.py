@@ -28,8 +28,6 @@ from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.step_cost import Pass, StepCost
 from layerzero.slow_links import Int4Difference
 
-__all__ = ["LAYERZERO", "OTHER_SCHEMES", "Estimator", "Row"]
-
 LAYERZERO = "layerzero"
 OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master

@@ -16,8 +16,6 @@ from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Estimator, Row
 from layerzero.planning.step_cost import ASSUMPTIONS, MARGIN, paying_links
 
-__all__ = ["Plan", "seconds_text"]
-
 _SHOWN = 12  # number of rows of layerzero in the text
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _ONE_UNIT = "The whole model is one unit, so a gather collects all weights at once. `units` or --unit divides it."

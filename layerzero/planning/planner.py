@@ -20,8 +20,6 @@ from layerzero.planning.plan_report import Plan
 from layerzero.planning.step_cost import MARGIN
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
 
-__all__ = ["plan"]
-
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
 _CONFIG = LayerZeroConfig(mp_policy=PrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 _OFFLOADS = (("grads",), ("optimizer",), ("grads", "optimizer"))  # tried if the model does not fit otherwise

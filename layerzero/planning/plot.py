@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from layerzero.planning.estimator import Row
 
-__all__ = ["draw"]
-
 
 def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write a picture of rows for the same cluster to a PNG, PDF or SVG file (requires matplotlib).

@@ -19,8 +19,6 @@ from math import inf
 
 from layerzero.planning.cluster import Cluster
 
-__all__ = ["ASSUMPTIONS", "MARGIN", "Pass", "StepCost", "paying_links"]
-
 MARGIN = 0.03  # steps whose durations differ by at most this fraction count as equally long
 ASSUMPTIONS = (
     "Memory and traffic are computed; times are estimates. Within each forward and backward pass, computation, the "

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TransformerBlock", "TransformerShape", "read_config"]
-
 _KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
 
 

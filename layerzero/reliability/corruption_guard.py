@@ -29,8 +29,6 @@ from layerzero.extend import LayerZeroState, LocalShard, local_rows, sum64
 from layerzero.reliability.fingerprint import Corruption, compare_copies
 from layerzero.reliability.nonfinite_guard import guarded_state
 
-__all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
-
 _LOG = logging.getLogger("layerzero")
 _MADE_ANEW = ("compute weights", "gradient")  # kinds that can be recomputed from masters and batches
 _REPEAT = "Masters and optimizer state are correct. Call recover() of the guard, and repeat the step"

@@ -41,8 +41,6 @@ from layerzero.extend import (
     sum64,
 )
 
-__all__ = ["Corruption", "Fingerprint", "compare_copies", "fingerprint"]
-
 _SHOWN = 8  # maximum number of elements per entry that are listed
 _UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _kind_and_replicas
 _STATE_OF_FLAG = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from layerzero.extend import Handle, format_first_names, max_magnitudes, torch_compat
 
-__all__ = ["LocalGradientCheck", "nonfinite_text"]
-
 
 class LocalGradientCheck:
     """Check of this rank's own gradients before they are sent. It records which of them are not finite."""

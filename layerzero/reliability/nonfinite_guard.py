@@ -26,8 +26,6 @@ from layerzero.extend import (
 )
 from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
 
-__all__ = ["NonFiniteGradients", "StepGuard", "guard_steps", "guarded_state"]
-
 _LOG = logging.getLogger("layerzero")
 
 

@@ -7,8 +7,6 @@ from torch import nn
 from layerzero import Watchdog
 from layerzero.extend import get_state, new_scope, require_equal
 
-__all__ = ["watchdog"]
-
 
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     """Log a message on every rank if a collective has not completed after `limit` seconds.

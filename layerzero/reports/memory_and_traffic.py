@@ -17,8 +17,6 @@ from layerzero.estimates.specs import specs_of
 from layerzero.utils.text_tables import size_text, table
 from layerzero.utils.torch_compat import tree_leaves
 
-__all__ = ["MemoryReport", "TrafficReport", "measure_memory", "memory", "traffic"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:

@@ -11,8 +11,6 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.utils.text_tables import size_text, table
 
-__all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
-
 
 @dataclass(frozen=True)
 class UnitParameter:

@@ -44,8 +44,6 @@ from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition
 from layerzero.sharding.unit_settings import unit_to_compare
 from layerzero.utils.add_ons import addon
 
-__all__ = ["BuiltUnit", "PlannedUnit", "build_unit", "plan_handles", "plan_unit", "require_equal_encoded_sizes"]
-
 
 class PlannedUnit(NamedTuple):
     """Unit that can be built: its definition, its settings, and the specs of its handles."""

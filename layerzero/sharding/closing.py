@@ -9,8 +9,6 @@ from layerzero.comm.process_groups import drop_released_groups
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import close_hooks, get_state, is_closed
 
-__all__ = ["close"]
-
 
 def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.

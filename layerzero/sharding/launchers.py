@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["connections_warning", "restart_warning"]
-
 
 def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return a warning if torchrun cannot restart this run, else None.

@@ -30,8 +30,6 @@ from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_settings import tied_buffers
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
 
-__all__ = ["make_root"]
-
 _log = logging.getLogger("layerzero")
 
 

@@ -21,18 +21,6 @@ from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.sharding.unit_selection import UnitDefinition, qualified_name
 
-__all__ = [
-    "InitFn",
-    "UninitializedTensor",
-    "check_meta_init",
-    "fill_sentinel",
-    "has_meta",
-    "has_sentinel",
-    "initialization_check",
-    "tensors_on_meta",
-    "uninitialized_tensors",
-]
-
 InitFn = Callable[[nn.Module], None]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,25 +17,6 @@ from layerzero.engine.hooks import forward_hooks, get_state, get_states, owning_
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
-__all__ = [
-    "UnshardHandle",
-    "bind_methods",
-    "gathered",
-    "no_sync",
-    "refresh",
-    "register_forward_method",
-    "reshard",
-    "set_gradient_divide_factor",
-    "set_modules_to_backward_prefetch",
-    "set_modules_to_forward_prefetch",
-    "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-    "show_units_in_repr",
-    "unshard",
-]
-
 _LOG = logging.getLogger("layerzero")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 

@@ -11,8 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.engine.state import LayerZeroState
 
-__all__ = ["guard_optimizers"]
-
 _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook must not keep a model alive
 
 

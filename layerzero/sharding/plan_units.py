@@ -19,8 +19,6 @@ from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import UnitDefinition, partition
 from layerzero.sharding.unit_settings import check_codecs, settings_of_units
 
-__all__ = ["plan_unit_specs", "plan_units"]
-
 
 class _MetaMesh:
     """Stand-in for a DeviceMesh that has only the attribute ``mesh``."""

@@ -47,8 +47,6 @@ from layerzero.sharding.unit_settings import (
     settings_to_compare,
 )
 
-__all__ = ["shard_model"]
-
 
 @names_new_places
 def shard_model(

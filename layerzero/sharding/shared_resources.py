@@ -27,8 +27,6 @@ from layerzero.estimates.specs import HandleSpec
 from layerzero.sharding.unit_meshes import ModelParallelMeshes, UnitMesh, connect_meshes
 from layerzero.utils.add_ons import addon
 
-__all__ = ["SharedResources"]
-
 
 @dataclass(frozen=True, eq=False)
 class SharedResources:

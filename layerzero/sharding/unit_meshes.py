@@ -24,18 +24,6 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.resources import MeshResources
 from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
 
-__all__ = [
-    "MeshOf",
-    "ModelParallelMeshes",
-    "UnitMesh",
-    "connect_meshes",
-    "find_model_parallel_meshes",
-    "model_parallel_failure",
-    "root_mesh",
-    "unit_mesh_selector",
-]
-
-
 MeshOf = Callable[[str, nn.Module], DeviceMesh]
 
 

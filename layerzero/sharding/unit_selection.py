@@ -25,19 +25,6 @@ from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 from layerzero.utils.add_ons import addon
 from layerzero.utils.torch_compat import WrapPolicy
 
-__all__ = [
-    "BufferInfo",
-    "ParamInfo",
-    "UnitDefinition",
-    "auto_units",
-    "block_classes",
-    "describe_tensor_kind",
-    "is_plain_strided",
-    "partition",
-    "qualified_name",
-    "ranks_in",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class ParamInfo:

@@ -15,18 +15,6 @@ from layerzero.config import Codecs, LayerZeroConfig, Precision, UnitSettings
 from layerzero.dtensor.gather_extension import has_extension
 from layerzero.sharding.unit_selection import UnitDefinition, describe_tensor_kind, is_plain_strided
 
-__all__ = [
-    "ChosenSettings",
-    "check_codecs",
-    "check_offload",
-    "parts_to_compare",
-    "require_broadcastable_buffers",
-    "settings_of_units",
-    "settings_to_compare",
-    "tied_buffers",
-    "unit_to_compare",
-]
-
 ChosenSettings = Mapping[UnitDefinition, UnitSettings]
 
 

@@ -14,8 +14,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.utils.torch_compat import REGISTRY_KEY
 
-__all__ = ["guard_fully_shard", "guard_wrappers", "refuse_wrapped_parts"]
-
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 
 

@@ -31,14 +31,6 @@ from layerzero.extend import BufferPool, LaunchedCollective, SendBuffer, Size
 from layerzero.shared_memory.counters import LINE, SharedCounters, wait_for_peers
 from layerzero.shared_memory.segment import SharedSegment
 
-__all__ = [
-    "RING_BYTES",
-    "PendingPeers",
-    "SharedBufferPool",
-    "SharedSendBuffer",
-    "aligned_bytes",
-]
-
 PUBLISHED, CONSUMED = 1, 2  # indices of counters in the shared memory
 FIRST_FREE_COUNTER = 3
 _RING = 64

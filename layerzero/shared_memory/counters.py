@@ -33,8 +33,6 @@ from collections.abc import Sequence
 
 from layerzero.extend import LaunchedCollective, NamedWait, raise_verdict, waiting
 
-__all__ = ["LINE", "SharedCounters", "unsupported_platform_reason", "wait_for_peers"]
-
 LINE = 64  # bytes in a cache line
 _SLICE = 0.05  # seconds
 _WAIT, _WAKE_OP = 0, 5

@@ -12,8 +12,6 @@ from layerzero.extend import Collective, Communicator, boot_id, broadcast, has_p
 from layerzero.shared_memory.counters import unsupported_platform_reason
 from layerzero.shared_memory.segment import SegmentDescriptor, SegmentSizes, SharedSegment
 
-__all__ = ["map_shared_segment"]
-
 _LOG = logging.getLogger("layerzero")
 _SUBJECT = "shared memory of the ZeRO-3 group"
 

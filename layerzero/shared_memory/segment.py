@@ -30,8 +30,6 @@ from torch import Tensor
 from layerzero.extend import available_memory
 from layerzero.shared_memory.counters import SharedCounters
 
-__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "round_up_to_pages"]
-
 _PROOF = 0  # index of each rank's first counter, which is incremented when the rank has reserved its memory
 
 

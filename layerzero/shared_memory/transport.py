@@ -63,8 +63,6 @@ from layerzero.shared_memory.counters import wait_for_peers
 from layerzero.shared_memory.rendezvous import map_shared_segment
 from layerzero.shared_memory.segment import SegmentSizes, SharedSegment
 
-__all__ = ["SharedFullBuffer", "SharedMemoryTransport", "segment_sizes"]
-
 _ARRIVED = FIRST_FREE_COUNTER
 _PASSES = _ARRIVED + 1
 _FIRST_HANDLE = _PASSES + 1

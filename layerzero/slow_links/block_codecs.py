@@ -11,8 +11,6 @@ from torch import Tensor
 
 from layerzero.extend import ParamRows
 
-__all__ = ["Float8Rows", "Int4Blocks", "Int8Blocks"]
-
 
 class _IntegerBlocks:
     """Codec that encodes blocks of 128 elements as integers with one bf16 scale per block.

@@ -53,8 +53,6 @@ from layerzero.extend import (
 )
 from layerzero.slow_links.lossless_differences import LosslessDifferences
 
-__all__ = ["DifferenceRefresher", "make_refresher"]
-
 _PATIENCE = 4.0  # seconds to complete refreshes while the process exits; less than the patience of streams.py
 
 

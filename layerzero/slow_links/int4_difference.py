@@ -25,8 +25,6 @@ from torch import Tensor
 from layerzero.extend import ParamRows
 from layerzero.slow_links.block_codecs import Int4Blocks
 
-__all__ = ["Int4Difference"]
-
 _AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block size of Int4Blocks
 
 

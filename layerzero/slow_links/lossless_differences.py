@@ -25,8 +25,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["COMPRESSIONS", "LosslessDifferences", "memoryview_of"]
-
 COMPRESSIONS = ("zstd", "zlib")
 _AT_ONCE = 2**17  # weights per piece, so that the planes of a piece fit into the cache of a core
 _LEVEL = 1

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from layerzero.slow_links.lossless_differences import LosslessDifferences, memoryview_of
 
-__all__ = ["PacketPosition", "WeightPacketError", "WeightReceiver", "make_packet"]
-
 _FORMAT = "layerzero weights 1"
 _PIECE = 1 << 20  # number of elements that are encoded together
 _SEND_ALL = "Send all weights again, with WeightSender.packets(full=True)"

@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 from typing import Any
 
-__all__ = ["ADD_ONS", "addon", "has_addon"]
-
 ADD_ONS = {
     "extensions": "layerzero.extensions",  # all-gather extensions of tensor subclasses, such as float8
     "muon": "layerzero.muon.owner_table",  # owners, for optimizers that need full parameters

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["load_named"]
-
 
 def load_named(target: str, what: str) -> Callable[..., Any]:
     """Import and return a callable.

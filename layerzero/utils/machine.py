@@ -7,8 +7,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_memory", "boot_id"]
-
 _OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
 
 

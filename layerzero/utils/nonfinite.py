@@ -10,8 +10,6 @@ from torch import Tensor
 
 from layerzero.utils.torch_compat import foreach_norm
 
-__all__ = ["any_not_finite", "format_first_names", "max_magnitudes", "nonfinite_names"]
-
 _SHOWN = 3  # maximum number of names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "iter_tensors", "map_tensors"]
-
-
 _DEEPEST = 8  # maximum depth of objects with attributes
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from layerzero.extend import table
 
-__all__ = ["Comparison", "ParameterDifference", "StepRecord", "VerifyReport"]
-
 FLOOR = 1e-2
 _SHOWN = 20  # maximum number of rows in the text of a report
 

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-__all__ = ["run_on_local_ranks"]
-
 _GRACE = 2.0  # seconds that a rank gives another rank, on whose failure its own error depends, to report first
 _DIED = (
     "its process ended without an exception. Its output may show the reason, such as too little memory. In a script, "

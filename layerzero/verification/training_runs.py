@@ -27,17 +27,6 @@ from layerzero import init_mesh, no_sync, shard_model, shard_optimizer
 from layerzero.extend import torch_compat
 from layerzero.verification.comparison import StepRecord
 
-__all__ = [
-    "PER_MODEL",
-    "PlainRun",
-    "TrainingTask",
-    "default_loss",
-    "preserved_rng",
-    "train_plain",
-    "train_sharded",
-]
-
-
 PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that refer to parts of one model
 
 

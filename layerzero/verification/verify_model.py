@@ -34,8 +34,6 @@ from layerzero.verification.training_runs import (
     train_sharded,
 )
 
-__all__ = ["default_optimizer", "verify"]
-
 _REFUSED = {
     "mesh": "verify creates a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",

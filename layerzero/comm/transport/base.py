@@ -38,16 +38,6 @@ from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
 from layerzero.layout.flat_layout import FlatLayout
 
-__all__ = [
-    "BufferDemand",
-    "FullBuffer",
-    "GatherOptions",
-    "SendBuffer",
-    "Transport",
-    "TransportTraits",
-    "post_forward_bytes",
-]
-
 
 @dataclass(frozen=True)
 class TransportTraits:

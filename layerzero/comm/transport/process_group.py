@@ -31,8 +31,6 @@ from layerzero.device.streams import PendingWait
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["GatheredFullBuffer", "ProcessGroupTransport"]
-
 
 class ProcessGroupTransport(Transport):
     """Transport over the process groups of a mesh.

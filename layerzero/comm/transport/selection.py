@@ -10,8 +10,6 @@ from layerzero.comm.transport.process_group import ProcessGroupTransport
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.utils.add_ons import addon, has_addon
 
-__all__ = ["may_share_memory", "select_transports"]
-
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
     """Return whether the ranks of a ZeRO-3 group should try to share memory.
