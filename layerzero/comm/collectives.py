@@ -240,7 +240,7 @@ class LaunchedCollective:
         if not self.on_stream and self.communicator.uses_streams:
             self.communicator.held_group.last_launch = weakref.ref(works)
         if self.communicator.held_group.is_local:
-            self.communicator.held_group.track(works)
+            self.communicator.held_group.log.track(works)
         for reference in self.communicator.counters.observers.of_collectives:
             if (observer := reference()) is not None:
                 observer.launched(works)
@@ -326,6 +326,7 @@ class PendingCollective:
             if off_main_thread:
                 raise DeferredCollectiveError(error, self.launched.failure_error) from error
             raise self.launched.failure_error(error) from error
+        self.launched.communicator.held_group.log.in_flight.pop(id(self), None)  # after an error, it may be in flight
         self._record_wait_end()
 
     def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
@@ -362,7 +363,6 @@ class PendingCollective:
             work.wait()
 
     def _record_wait_end(self) -> None:
-        self.launched.communicator.held_group.in_flight.pop(id(self), None)
         for reference in self.launched.communicator.counters.observers.of_collectives:
             if (observer := reference()) is not None:
                 observer.done(self)

@@ -26,6 +26,10 @@ A gloo group is dropped locally: its threads and sockets end with the last refer
 for in-flight collectives, so a group with such a collective stays in the queue. After a rank has dropped a group,
 collectives that other ranks launch on the group fail instead of waiting, so the ranks do not deadlock.
 
+At the end of the process, too, no collective of a gloo group may be in flight, such as the refresh after the last step.
+gloo's threads release its tensors, for which they need the interpreter's lock, and a thread that asks for this lock
+while the interpreter finalizes aborts the process. Therefore the process waits for such collectives, for a few seconds.
+
 On other backends, destroying a communicator may be a collective (as ``ncclCommAbort`` was). Therefore groups of such
 backends stay in the queue until all of their ranks have released them, and are then dropped in the same order on all
 ranks. Until then they stay in torch's tables, so ``destroy_process_group()`` destroys any that are left.
@@ -38,9 +42,11 @@ ranks and may return specs that contain the mesh of an earlier model, so the gro
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +63,7 @@ CLOSED = (
     "the model was closed: layerzero.close has released its process groups, threads and memory. Close a model after "
     "its last use, or shard a new model"
 )
+_PATIENCE, _POLL = 5.0, 0.005  # seconds to wait for in-flight collectives when the process exits, and between looks
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
 
 
@@ -86,17 +93,40 @@ class Reservation:
 
 
 class LaunchLog:
-    """Number of collectives that this rank has launched on a process group, and the purposes of the latest."""
+    """Collectives that this rank has launched on a process group, which may belong to several models.
+
+    Attributes:
+        launches: their number.
+        recent: purposes of the latest.
+        in_flight: those that must be done before a gloo group may be dropped, by ``id`` of the object.
+    """
 
     def __init__(self) -> None:
         self.launches = 0
         self.recent: deque[str] = deque(maxlen=8)
+        self.in_flight: dict[int, Any] = {}
 
     def append(self, collective: str) -> int:
         """Record a launch and return its number, which begins with 1."""
         self.recent.append(collective)
         self.launches += 1
         return self.launches
+
+    def track(self, works: Any) -> None:
+        """Keep `works`, which has the method ``done``, until it is done, also if its model no longer exists."""
+        if len(self.in_flight) >= 8:
+            self.forget_done()
+        self.in_flight[id(works)] = works
+
+    def forget_done(self) -> None:
+        """Drop completed work without waiting. Dropping the work releases its tensors."""
+        for key, works in list(self.in_flight.items()):
+            if works.done():
+                self.in_flight.pop(key, None)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(each.done() for each in list(self.in_flight.values()))
 
 
 _LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, LaunchLog] = weakref.WeakKeyDictionary()
@@ -107,7 +137,6 @@ class HeldGroup:
 
     Attributes:
         reserved: reservation of the launches that must precede all others on the group, or None.
-        in_flight: collectives that must be done before the group may be dropped, by ``id`` of the object.
         last_on_stream: event after the last collective that a stream of the engine has run, if no later collective has
             waited for it. See [Note: Collectives on streams of the engine] in collectives.py.
         last_launch: last collective on the backend's stream, if no later collective on a stream of the engine has
@@ -125,7 +154,6 @@ class HeldGroup:
         self._store: Store | None = None  # the group's part of the rendezvous store; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
-        self.in_flight: dict[int, Any] = {}
         self.reserved: Reservation | None = None
         self.last_on_stream: Waitable | None = None
         self.last_launch: weakref.ref[Any] | None = None
@@ -168,22 +196,6 @@ class HeldGroup:
         if self._closed or self.failure:
             raise RuntimeError(CLOSED if self._closed else self.failure)
 
-    @property
-    def is_idle(self) -> bool:
-        return all(each.done() for each in list(self.in_flight.values()))
-
-    def track(self, works: Any) -> None:
-        """Keep the group until `works`, which has the method ``done``, is done."""
-        if len(self.in_flight) >= 8:
-            self.forget_done()
-        self.in_flight[id(works)] = works
-
-    def forget_done(self) -> None:
-        """Drop completed work without waiting. Dropping the work releases its tensors."""
-        for key, works in list(self.in_flight.items()):
-            if works.done():
-                self.in_flight.pop(key, None)
-
     def close(self) -> None:
         """Mark the group as closed, so that further use raises RuntimeError."""
         self._closed = True
@@ -202,7 +214,7 @@ class HeldGroup:
         """Release the process group. If the group is not local, all ranks of the group must call this method."""
         self._closed = True
         group, self._group = self._group, None
-        self.in_flight.clear()
+        self.log.in_flight.clear()
         if group is None:
             return
         if not self.is_local:
@@ -288,13 +300,15 @@ class ModelGroups:
 def _enqueue(groups: list[HeldGroup]) -> None:
     """Release groups. This function takes no lock, because finalizers may call it in any thread at any time."""
     for held in groups:
-        held.forget_done()
+        held.log.forget_done()
         _RELEASED[held.name] = held
 
 
 def drop_idle_groups() -> None:
     """Drop the released local groups on which no collective is in flight. See [Note: Release of groups]."""
-    idle = [name for name, held in list(_RELEASED.items()) if held.is_local and held.is_idle]
+    for log in list(_LOGS.values()):
+        log.forget_done()
+    idle = [name for name, held in list(_RELEASED.items()) if held.is_local and held.log.is_idle]
     for name in idle:
         _RELEASED.pop(name).drop()
 
@@ -373,3 +387,11 @@ def _create_group(
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _MESH_GROUPS: weakref.WeakValueDictionary[object, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _RELEASED: dict[str, HeldGroup] = {}  # by name: see [Note: Release of groups]
+
+
+@atexit.register
+def _await_in_flight() -> None:
+    """Wait for the collectives in flight, which abort a process that has ended. See [Note: Release of groups]."""
+    deadline = time.monotonic() + _PATIENCE
+    while not all(log.is_idle for log in list(_LOGS.values())) and time.monotonic() < deadline:
+        time.sleep(_POLL)

@@ -118,7 +118,7 @@ class DifferenceRefresher(EncodedRefresher):
 
     def launch(self, given: RefreshInput) -> PendingRefresh:
         refresh = _RefreshState(given, _Pending(self._comm, given.name))
-        self._comm.held_group.track(refresh.pending)
+        self._comm.held_group.log.track(refresh.pending)
         self._decoding.start()
         self._encoding.run(partial(self._start, refresh))
         return refresh.pending

@@ -23,8 +23,10 @@ from torch import nn
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import saving
-from layerzero.comm import waits
+from layerzero.comm import process_groups, waits
 from layerzero.comm.agreement import require_equal
+from layerzero.comm.collectives import Collective, all_gather
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, message_of, one_pass, train_step, trained
 from tests.support.late_device import on_device
 from tests.support.logs import logged
@@ -390,3 +392,19 @@ def test_no_thread_is_in_the_store_when_the_process_ends(group: str) -> None:
             server.set(f"0//layerzero/waits/wake/{rank}", "")
         time.sleep(0.01)
     assert [process.returncode for process in ranks] == [0, 0]
+
+
+def _leaves_a_gather(rank: int) -> None:
+    model = layerzero.shard_model(nn.Linear(2, 2), mesh=mesh_of(1), shared_memory="off")
+    comm = get_state(model).mesh_info.replica_comm
+    if rank == 1:
+        time.sleep(0.5)
+    pending = all_gather(comm, Collective.REFRESH, torch.empty(2), torch.full((1,), float(rank)))
+    with suppress(RuntimeError):
+        pending.wait(off_main_thread=True, may_wait=lambda: False)  # as a thread does when the process ends
+    process_groups._await_in_flight()  # gloo's threads must not release tensors of an interpreter that has ended
+    assert pending.done()
+
+
+def test_the_end_of_a_process_waits_for_collectives_that_a_thread_has_left() -> None:
+    run_ranks(_leaves_a_gather, world_size=2)
