@@ -5,7 +5,7 @@ The files are listed in reading order. Each file imports only files that appear 
 - `hooks`: hooks on modules and autograd graphs; `get_state` reads the state of a sharded model from these hooks
 - `state`: `LayerZeroState`: units, settings and registries of one sharded model; builds and owns the objects below
 - `scheduler`: `Scheduler`: decides when a unit is gathered, prefetched and freed, and when its gradients are reduced
-- `micro_batches`: logs a message if a loop reduces gradients in each micro-batch
+- `no_sync`: describes `no_sync`, and logs a hint if a loop reduces gradients in each micro-batch
 - `model_status`: contexts that replace the parameters of a model; checks, before each pass, that the model may run it
 - `weight_refresh`: `WeightRefresher`, `RefreshRound`: decide when masters are copied to compute weights
 - `side_results`: results of a forward pass that are not in its output, and the latest nodes of its graph

@@ -66,7 +66,7 @@ class GradientReducer:
         self.inner_handles: dict[Handle | None, list[Handle]] = {}
         self._status = GradientStatus.FINAL
         self._handles = tuple(handles)
-        self._model_ranks = model_ranks
+        self.model_ranks = model_ranks
         self._used_params = UsedParamMap(
             model_ranks, {m.name: h.holders(model_ranks).control_comms for h in handles for m in h.members}
         )
@@ -212,7 +212,7 @@ class GradientReducer:
     def lacks_gradients(self) -> bool:
         """Return whether this rank has only zero gradients and no unreduced contribution, and there are other ranks."""
         self.apply_user_grads()
-        is_final = self._model_ranks.size > 1 and self._status is GradientStatus.FINAL
+        is_final = self.model_ranks.size > 1 and self._status is GradientStatus.FINAL
         return is_final and (self.empty or self._are_zero)
 
     def join_backward(self) -> None:
@@ -347,7 +347,7 @@ class GradientReducer:
         detail = ", ".join(m.name for m in changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         values = {m.name: m.sharded.requires_grad for m in changed}
-        require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice, detail=detail)
+        require_equal(subject, values, ranks=self.model_ranks.ranks, failure=failure, advice=advice, detail=detail)
         self.lazy_grad.resolve()
         self.queue.wait_for_in_flight()  # reductions of a backward pass inside no_sync may still use the buffers
         for grad_attribute in self._grad_attributes:
@@ -379,7 +379,7 @@ class GradientReducer:
             One :class:`GradUsage` byte per parameter if the result is already known, otherwise the pending exchange.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        if self._model_ranks.size == 1 or not local:
+        if self.model_ranks.size == 1 or not local:
             return bytes(local)
         if self._pending_usage is not None:
             self._pending_usage.wait()
@@ -394,7 +394,7 @@ class GradientReducer:
     def _publish_grads(self, agreement: bytes | PendingUsage | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
-        agreed = agreement is not None or self._model_ranks.size == 1
+        agreed = agreement is not None or self.model_ranks.size == 1
         for handle in self._order:
             assert handle.grads is not None
             handle.grads.publish(agreed=agreed)

@@ -55,8 +55,8 @@ from layerzero.engine.call_context import in_backward, is_called, is_recursive_c
 from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import GatherState, Handle
-from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus, ParamView, require_no_grad
+from layerzero.engine.no_sync import NoSyncHint
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.side_results import SideResults, is_computed_in, with_latest_nodes
@@ -127,7 +127,8 @@ class Scheduler(Closable):
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # units that the last forward pass called, by outermost unit
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
-        self.no_sync_hint = NoSyncHint(would_save=any(gradients.benefits_from_no_sync for gradients in saving))
+        saves = any(each.benefits_from_no_sync for each in saving)
+        self.no_sync_hint = NoSyncHint(listens=saves and gradients.model_ranks.is_first)
         self._index = {unit: index for index, unit in enumerate(self._units)}
         self._orders = make_gather_order_checks(self._units)
         self._full_precision_orders = make_gather_order_checks(self._units, full_precision=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import layerzero
 from tests.support.logs import logged
@@ -108,6 +109,18 @@ def _loop(script: str, model: nn.Module, optimizer: Any, rank: int) -> None:
             optimizer.step()
         else:
             optimizer.zero_grad()
+
+
+@on_ranks(world_size=WORLD)
+def test_the_first_rank_of_a_model_over_some_of_the_ranks_hears_of_it(rank: int) -> None:
+    ranks = [[0, 1], [2, 3]]
+    meshes = [DeviceMesh("cpu", [[each] for each in half], mesh_dim_names=("replica", "zero3")) for half in ranks]
+    model = layerzero.shard_model(integer_net(), mesh=meshes[rank // 2], units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with logged() as heard:
+        for _ in range(2):
+            _loop(PLAIN, model, optimizer, rank)
+    assert len(heard) == (rank in (0, 2)), heard
 
 
 @pytest.mark.slow

@@ -1,20 +1,24 @@
-"""Log a message if a training loop reduces gradients in every micro-batch instead of once per step.
+"""Accumulate gradients without a reduction over all ranks, and hint at `no_sync` if a training loop does not use it.
+
+[Note: no_sync]
+`no_sync` (sharding/module_methods.py) sets ``Scheduler.requires_gradient_sync`` to False. A backward pass that starts
+then runs only the accumulating stages of each handle's :class:`ReductionSpec`: none with accumulation "full", hop 1
+with "sharded", and all stages with "local". The next backward pass outside `no_sync`, or otherwise the step of the
+optimizer, runs the remaining stages once, on the accumulated gradients.
 
 [Note: Conditions of the hint]
 Frameworks use different names for `no_sync`, and some do not call `no_sync` on unknown model classes. The results are
-correct, but each micro-batch runs a reduction over the slow link. Therefore rank 0 logs a hint once. The hint is a log
-message and not a warning, because a correct loop must not fail if warnings are errors. No hint is logged after a
-backward pass inside `no_sync`, or if `no_sync` would not save a collective. A backward pass does not count if its
-gradients are zeroed before the next step. In a GAN, for example, the generator's loss also produces gradients for the
-discriminator, and the loop zeroes them. Several backward passes before one step of the discriminator do count, because
-all but the last may run inside `no_sync`.
+correct, but each micro-batch runs a reduction over the slow link. Therefore the first rank of the model logs a hint
+once. The hint is a log message and not a warning, because a correct loop must not fail if warnings are errors. No hint
+is logged after a backward pass inside `no_sync`, or if `no_sync` would not save a collective. A backward pass does not
+count if its gradients are zeroed before the next step. In a GAN, for example, the generator's loss also produces
+gradients for the discriminator, and the loop zeroes them. Several backward passes before one step of the discriminator
+do count, because all but the last may run inside `no_sync`.
 """
 
 from __future__ import annotations
 
 import logging
-
-import torch.distributed as dist
 
 _ENOUGH = 2  # number of consecutive steps after which the hint is logged; the first may be a warm-up
 
@@ -26,10 +30,13 @@ class NoSyncHint:
 
     The hint is logged after two consecutive steps that each followed several backward passes. See [Note: Conditions of
     the hint].
+
+    Args:
+        listens: True if this rank may log the hint.
     """
 
-    def __init__(self, *, would_save: bool) -> None:
-        self.listens = would_save and dist.get_rank() == 0
+    def __init__(self, *, listens: bool) -> None:
+        self.listens = listens
         self._backwards = 0  # number of backward passes since the last step, or since the model had no gradients
         self._steps = 0  # number of consecutive steps that each followed several backward passes
 
