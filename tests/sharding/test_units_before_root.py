@@ -120,6 +120,10 @@ def test_ranks_that_disagree_raise_an_error_before_they_connect(rank: int) -> No
             make_root(model, built, shared)
         assert current_groups() == before
     shared, build = builder(deferred=True)
+    model = nn.Sequential(nn.Linear(5, 6, device="meta" if rank == 1 else None))
+    with pytest.raises(ValueError, match=r"ranks disagree on the operation.*make_root.*initialization of unit 'first'"):
+        make_root(model, [build("first", model[0]), build("", model)], shared)
+    shared, build = builder(deferred=True)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     if rank == 1:
         model[1].running_mean = model[0].running_mean
