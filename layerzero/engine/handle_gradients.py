@@ -72,8 +72,8 @@ class HandleGradients:
             reduction_spec.py.
         final: buffer of the final gradient.
         reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
-        arrived: gradients of the current backward pass that are not in a buffer yet, by slot. None: the gradient is in
-            the incoming buffer.
+        arrived: gradients that have arrived in the current backward pass, by slot. None: the gradient is already in the
+            incoming buffer.
         spec: stages of the reduction. A new spec may differ from it only in its scales, and needs no accumulated
             gradients.
         pass_reduces: True if the current backward pass reduces gradients over all ranks.
@@ -107,7 +107,7 @@ class HandleGradients:
         self.accumulator = self._separate or self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
         self.arrived: dict[int, Tensor | None] = {}
-        self._arrived_bytes = 0  # size of the tensors in `arrived`
+        self._arrived_bytes = 0  # bytes in `arrived` for which the accumulator has memory
         self._awaited: set[int] | None = None  # slots whose gradients are expected after the last call of the unit
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
@@ -274,11 +274,11 @@ class HandleGradients:
         if self.arrived.get(slot) is not None:  # a reentrant checkpoint produces several parts
             self._add_arrived()
         self.arrived[slot] = gradient
-        self._arrived_bytes += gradient.nbytes
         self.usage[slot] = GradUsage.CONTRIBUTED
-        has_memory = self.incoming is self.accumulator and self.accumulator.storage.lasting
-        if has_memory and self._arrived_bytes > _MOST_WAITING:
-            self._add_arrived()
+        if self.incoming is self.accumulator and self.accumulator.storage.lasting:
+            self._arrived_bytes += gradient.nbytes
+            if self._arrived_bytes > _MOST_WAITING:
+                self._add_arrived()
 
     def record_main_grad(self, slot: int) -> None:
         """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""

@@ -7,7 +7,8 @@ for example because of unused parameters or data-dependent paths. Two rules make
 time:
 
 - Reductions are launched in one fixed order of handles. In each backward pass that reduces gradients, the reduction of
-  every handle is launched exactly once, with zeros in place of missing gradients.
+  every handle is launched once, with zeros in place of missing gradients. The passes inside a reentrant checkpoint
+  launch further ones, so they need the same calls of units on all ranks.
 - Reductions are launched only between the backward passes of two unit calls, before the gather for the next call. At
   this point, the reductions of handles whose units have no remaining calls are launched. All other reductions are
   launched at the end of the backward pass. The arrival of a gradient does not trigger a launch.

@@ -244,11 +244,6 @@ class WeightStorage:
 
     # Refresh
 
-    @property
-    def is_refreshing(self) -> bool:
-        """True while a refresh of this rank's shard is in flight."""
-        return self._refreshing is not None and not self._refreshing.done()
-
     @torch.no_grad()
     def launch_refresh(self) -> None:
         """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""

@@ -117,8 +117,8 @@ def _count_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, tra
             else:
                 units.setdefault(handle.unit, Counter())[size] += 1
     scratch, nbytes = Counter[Size](), 0
-    by_unit = list(units.values())
-    for buffers, preceding in zip(by_unit, [*by_unit[1:], Counter()], strict=False):  # in the order of a backward pass
+    by_unit = list(units.values())  # the reductions of a unit and of the one before it may be in flight together
+    for buffers, preceding in zip(by_unit, [*by_unit[1:], Counter()], strict=False):
         together = buffers + preceding
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))

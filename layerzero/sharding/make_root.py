@@ -101,7 +101,11 @@ def _attach_to_model(lz_state: LayerZeroState) -> None:
         size = held_bytes(specs_of(lz_state.units), lz_state.config) / 2**20
         _log.info(
             "%s: %d units (including the root), D=%d, S=%d, %.1f MiB per rank without the optimizer state",
-            *(type(lz_state.model).__name__, len(lz_state.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
+            type(lz_state.model).__name__,
+            len(lz_state.units),
+            mesh_info.data_parallel,
+            mesh_info.zero3_size,
+            size,
         )
         for message in (restart_warning(), connections_warning(mesh_info.device.type)):
             if message:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero.engine.weight_storage import WeightStorage
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -65,3 +66,8 @@ def load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, fo
 
 def refresh(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
     layerzero.refresh(model)
+
+
+def is_refreshing(weights: WeightStorage) -> bool:
+    """Return whether a refresh of this rank's shard is in flight."""
+    return weights._refreshing is not None and not weights._refreshing.done()

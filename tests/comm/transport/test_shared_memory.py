@@ -41,6 +41,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
+from tests.support.refreshes import is_refreshing
 from tests.support.waiting import within
 
 pytestmark = pytest.mark.slow
@@ -273,7 +274,7 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
     if rank >= 2:  # the other node never arrives
         time.sleep(150)
     layerzero.refresh(model)
-    assert get_state(model).handles[0].weights.is_refreshing
+    assert is_refreshing(get_state(model).handles[0].weights)
     assert "layerzero refresh" in {thread.name for thread in threading.enumerate()}
     return model
 
