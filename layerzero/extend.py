@@ -15,7 +15,8 @@ An add-on imports from the core only public names of ``layerzero`` and the names
 - :func:`build_unit` builds one unit with its final sharded parameters, and :func:`make_root` completes a model whose
   units are built. They share :class:`SharedResources`. With ``ModelGroups(deferred=True)``, units are built without
   communication, and the ranks compare them before they create process groups.
-- :func:`require_equal` compares values between ranks before an operation that depends on them.
+- :func:`require_equal` compares values between ranks before an operation that depends on them. :func:`agreed` also runs
+  the checks before the comparison, so that an error on one rank is an error on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from layerzero.comm.agreement import has_peers, require_equal
+from layerzero.comm.agreement import agreed, has_peers, require_equal
 from layerzero.comm.codecs import DifferenceCodec, ParamRows
 from layerzero.comm.collectives import (
     Collective,
@@ -176,6 +177,7 @@ __all__ = [
     "accumulates_full_gradients",
     "active_view",
     "addon",
+    "agreed",
     "all_gather",
     "all_gather_small",
     "all_gather_text",

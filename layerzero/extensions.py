@@ -44,8 +44,8 @@ from layerzero.extend import (
     GatherExtension,
     MeshInfo,
     PendingCollective,
+    agreed,
     all_gather,
-    require_equal,
     torch_compat,
 )
 
@@ -170,16 +170,12 @@ class _ExtendedGather(ExtendedGather):
         self._works: list[PendingCollective] = []  # of the gather in flight
         self._param_dtype = extension.policy.param_dtype or shard.dtype
 
-        failure: Exception | None = None
-        inputs: Sequence[Tensor] = ()
+        fields: dict[str, object] = {}
         with _without_autograd():
-            try:
+            with agreed(f"{_PRE} of parameter {name!r}", fields, ranks=mesh_info.ranks):
                 inputs, self._metadata = self._gather_inputs()
-            except Exception as error:  # reported to the other ranks, then raised here
-                failure = error
-            self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
-            sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
-            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=mesh_info.ranks, failure=failure)
+                self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
+                fields["inputs"] = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
             size = self._comm.size
             self._buffers = [  # for each input: 1-D uint8 buffer for the parts from all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed, require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import find_local_shard, plain
@@ -153,10 +153,14 @@ def _check_ranks_and_get_gradients(
     If ``options.with_grads`` is False, return an empty dict.
     """
     lz_state.scheduler.recover_interrupted_pass()
-    subject, model_ranks, failure = options.call, lz_state.ranks, None
+    subject, model_ranks = options.call, lz_state.ranks
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
-    try:
+    path = next(
+        (name for name, submodule in lz_state.model.named_modules() if submodule is module), type(module).__name__
+    )
+    fields = {"module": path, "parameters": len(members), **options._asdict()}
+    with agreed("unsharded", fields, ranks=model_ranks.ranks, groups=groups):
         lz_state.refreshes.require_no_active_use("layerzero.unsharded")
         if ParamView.FULL_PRECISION in lz_state.status.active_views:
             raise RuntimeError(
@@ -174,16 +178,9 @@ def _check_ranks_and_get_gradients(
             _refuse_dtensors(subject, members)
         if options.with_grads:
             gradients = _final_gradients(lz_state, subject, members)
-            groups = _group_values(
+            groups |= _group_values(
                 lz_state, members, lambda member: {" .grad": "present" if member in gradients else "None"}
             )
-    except (RuntimeError, ValueError) as error:
-        failure = error
-    path = next(
-        (name for name, submodule in lz_state.model.named_modules() if submodule is module), type(module).__name__
-    )
-    fields = {"module": path, "parameters": len(members), **options._asdict()}
-    require_equal("unsharded", fields, ranks=model_ranks.ranks, groups=groups, failure=failure)
     return gradients
 
 
@@ -313,12 +310,8 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             loss = evaluate(model)
     """
     lz_state = get_state(model)
-    failure: Exception | None = None
-    try:
+    with agreed("full_precision", {}, ranks=lz_state.ranks.ranks):
         _refuse_full_precision(lz_state)
-    except (RuntimeError, ValueError) as error:
-        failure = error
-    require_equal("full_precision", {}, ranks=lz_state.ranks.ranks, failure=failure)
     lz_state.scheduler.set_full_precision(True)
     try:
         with (
@@ -501,10 +494,10 @@ def _agree_on_names(
     """
     missing = [name for names in tied if not state.keys() & set(names) for name in names]
     left_out = IncompatibleKeys(missing, [name for name in state if name not in targets])
-    failure, first = None, model_ranks.is_first
-    if first and (problems := [*(_key_problems(left_out) if strict else ()), *_shape_problems(targets, state)]):
-        failure = ValueError("load_full_state_dict: " + "; ".join(problems))
-    require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
+    first = model_ranks.is_first
+    with agreed("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks):
+        if first and (problems := [*(_key_problems(left_out) if strict else ()), *_shape_problems(targets, state)]):
+            raise ValueError("load_full_state_dict: " + "; ".join(problems))
     if strict:
         return IncompatibleKeys([], [])
     names_of_first = model_ranks.all_gather_text(json.dumps(left_out) if first else "")[0]
@@ -557,16 +550,11 @@ def _agree_on_edits(
     Raise an error on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has
     assigned a tensor of a different shape.
     """
-    edited: dict[ManagedParam, nn.Parameter] = {}
-    failure: Exception | None = None
     groups: dict[str, dict[str, object]] = {}
-    try:
+    with agreed(options.call, {}, ranks=lz_state.ranks.ranks, groups=groups):
         edited = {member: _current_param(member, parameter) for member, parameter in parameters.items()}
         if not options.rank0_only:
-            groups = _group_values(lz_state, edited, lambda member: _digests_of(edited[member], options))
-    except ValueError as error:
-        failure = error
-    require_equal(options.call, {}, ranks=lz_state.ranks.ranks, failure=failure, groups=groups)
+            groups |= _group_values(lz_state, edited, lambda member: _digests_of(edited[member], options))
     return edited
 
 

@@ -33,11 +33,11 @@ from layerzero.extend import (
     ParamView,
     PendingCollective,
     Slot,
+    agreed,
     all_gather,
     get_state,
     overlap,
     refuse_rank_local,
-    require_equal,
 )
 from layerzero.slow_links import PacketPosition, make_packet
 
@@ -306,9 +306,7 @@ def _prepare_stream(
 
     Afterwards, compute weights have the values of the next forward pass. See [Note: Values of a weight stream].
     """
-    entries: list[_Entry] = []
-    failure: Exception | None = None
-    try:
+    with agreed(subject, fields, ranks=lz_state.ranks.ranks):
         _refuse_contexts(lz_state, f"layerzero.{subject}")
         entries = _entries_of(lz_state)
         refuse_rank_local(
@@ -316,10 +314,7 @@ def _prepare_stream(
         )
         if check is not None:
             check(entries)
-    except (RuntimeError, ValueError, TypeError) as error:
-        failure = error
-    names = [entry.names for entry in entries]
-    require_equal(subject, {**fields, "tensors": names}, ranks=lz_state.ranks.ranks, failure=failure)
+        fields["tensors"] = [entry.names for entry in entries]
     with torch.no_grad():
         lz_state.scheduler.prepare_gathers()
     for handle in lz_state.handles:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -93,6 +94,27 @@ def require_equal(
         if verdict.startswith(_OTHER_OPERATION):
             advice = "Make the same calls and the same changes, in the same order, on all ranks"
         raise ValueError(f"{verdict}. {advice}" if advice else verdict)
+
+
+@contextmanager
+def agreed(
+    subject: str,
+    fields: Mapping[str, object],
+    *,
+    ranks: Sequence[int],
+    groups: Mapping[str, Mapping[str, object]] | None = None,
+    advice: str = "",
+) -> Iterator[None]:
+    """Run the body on all `ranks`, and then call :func:`require_equal`. An error of the body is this rank's failure.
+
+    The body may add entries to `fields` and `groups`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # reported to the other ranks, then raised here
+        failure = error
+    require_equal(subject, fields, ranks=ranks, groups=groups, failure=failure, advice=advice)
 
 
 def _exchange_fields(

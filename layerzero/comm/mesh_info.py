@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed
 from layerzero.comm.collectives import Communicator, backend_of, connect
 from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group
 from layerzero.comm.traffic_counters import TrafficCounters
@@ -205,16 +205,14 @@ def mesh_of_ranks(
     All of these ranks must call this function. Messages name `caller`, the public function that needs the mesh.
     """
     world = len(ranks)
-    failure: Exception | None = None
-    try:
+    fields: dict[str, object] = {"device_type": device_type}
+    groups: dict[str, dict[str, object]] = {}
+    with agreed(caller, fields, ranks=ranks, groups=groups):
         size = _resolve_zero3_size(zero3_size, world)
-    except (TypeError, ValueError) as error:
-        size, failure = 1, error
-    requested_size = zero3_size if failure is not None else size
-    table = torch.tensor(ranks).view(world // size, size)
-    row, column = _row_and_column_ranks(table)
-    fields = {"zero3_size": repr(requested_size), "device_type": device_type}
-    require_equal(caller, fields, ranks=ranks, groups=group_count_fields(row, column), failure=failure)
+        table = torch.tensor(ranks).view(world // size, size)
+        row, column = _row_and_column_ranks(table)
+        fields["zero3_size"] = repr(size)
+        groups |= group_count_fields(row, column)
     world_group = dist.group.WORLD
     assert world_group is not None
     return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
@@ -259,25 +257,20 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     ranks = sorted(dist.get_process_group_ranks(zero1_group))
     block = sorted(dist.get_process_group_ranks(zero3_group))
     size, world = len(block), len(ranks)
-    failure: Exception | None = None
-    if world % size:
-        failure = ValueError(
-            f"zero3_group {block} has {size} ranks, which do not divide the {world} ranks of zero1_group {ranks}"
-        )
-    elif not set(block) <= set(ranks):
-        failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
-    elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
-        starts = [ranks[i : i + size] for i in range(0, world, size)]
-        failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
     fields = {"zero1_group": ranks, "size of zero3_group": size}
-    table = torch.tensor(ranks).view(-1, size if failure is None else 1)
-    require_equal(
-        "mesh_from_groups",
-        fields,
-        ranks=ranks,
-        groups=group_count_fields(_row_and_column_ranks(table)[1]),
-        failure=failure,
-    )
+    groups: dict[str, dict[str, object]] = {}
+    with agreed("mesh_from_groups", fields, ranks=ranks, groups=groups):
+        if world % size:
+            raise ValueError(
+                f"zero3_group {block} has {size} ranks, which do not divide the {world} ranks of zero1_group {ranks}"
+            )
+        if not set(block) <= set(ranks):
+            raise ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
+        if ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
+            starts = [ranks[i : i + size] for i in range(0, world, size)]
+            raise ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
+        table = torch.tensor(ranks).view(-1, size)
+        groups |= group_count_fields(_row_and_column_ranks(table)[1])
 
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero3_group):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import LayerZeroConfig, PrecisionPolicy
-from layerzero.extend import addon, require_equal
+from layerzero.extend import addon, agreed
 from layerzero.megatron.unsupported import refuse_flags, refuse_fusion
 
 _log = logging.getLogger("layerzero")
@@ -55,16 +55,12 @@ def settings_from_arguments(args: Namespace, data_parallel: list[int]) -> Parsed
     Raises:
         ValueError: a flag or setting is not supported. The message names the flag, the reason and an alternative.
     """
-    failure: Exception | None = None
-    parsed = ParsedArguments({}, (), None)
-    try:
+    fields: dict[str, object] = {}
+    with agreed("layerzero.megatron.install", fields, ranks=range(dist.get_world_size())):
         refuse_flags(args)
         parsed = _translate_arguments(args, data_parallel)
-    except Exception as error:  # the error is sent to the other ranks, and then raised here
-        failure = error
-    fields: dict[str, object] = {name: repr(value) for name, value in parsed.wrap.items()}
-    fields |= {"units": list(parsed.units), "--layerzero-ema-decay": parsed.ema_decay}
-    require_equal("layerzero.megatron.install", fields, ranks=range(dist.get_world_size()), failure=failure)
+        fields |= {name: repr(value) for name, value in parsed.wrap.items()}
+        fields |= {"units": list(parsed.units), "--layerzero-ema-decay": parsed.ema_decay}
     args.overlap_param_gather = False  # otherwise Megatron's loop calls methods of its own wrapper
     return parsed
 

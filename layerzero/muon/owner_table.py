@@ -14,10 +14,10 @@ from layerzero.extend import (
     LayerZeroState,
     ManagedParam,
     UpdateRule,
+    agreed,
     connect_pairs,
     group_count_fields,
     group_kind,
-    require_equal,
     scratch_of,
     steps_matrices_separately,
 )
@@ -143,22 +143,15 @@ def _reassign_owners(lz_state: LayerZeroState, members: Sequence[ManagedParam], 
     if names == set(table.owners) and not to_ask:
         return
     change: _OwnerChange | None = None
-    axes: dict[str, int] = {}
-    failure: Exception | None = None
-    try:
+    fields: dict[str, object] = {"names": sorted(names)}
+    groups: dict[str, dict[str, object]] = {}
+    subject = "parameters that an optimizer needs in full"
+    with agreed(subject, fields, ranks=lz_state.ranks.ranks, groups=groups):
         axes = before | _requested_axes(to_ask, optimizer, lz_state.mesh_info.device)
         if names != set(table.owners) or axes != before:
             change = _plan_change(lz_state, names, axes)
-    except (RuntimeError, ValueError) as error:
-        failure = error
-    new_groups = [] if change is None else [sorted(positions) for positions in change.groups.values() if positions]
-    require_equal(
-        "parameters that an optimizer needs in full",
-        {"names": sorted(names), "joined along model-parallel axes": sorted(axes.items())},
-        ranks=lz_state.ranks.ranks,
-        groups=group_count_fields(*new_groups),
-        failure=failure,
-    )
+            groups |= group_count_fields(*(sorted(positions) for positions in change.groups.values() if positions))
+        fields["joined along model-parallel axes"] = sorted(axes.items())
     if change is not None:
         _apply_change(lz_state, change)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero import Watchdog
-from layerzero.extend import get_state, new_scope, require_equal
+from layerzero.extend import agreed, get_state, new_scope
 
 
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
@@ -42,12 +42,11 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     lz_state = get_state(model)
     previous = lz_state.mesh_info.counters.watchdog
     replaced = previous if isinstance(previous, Watchdog) and previous.is_default else None
-    failure = None
-    if previous is not None and replaced is None:
-        failure = RuntimeError("the model already has a watchdog. Call close() of that watchdog first")
     ranks = lz_state.ranks.ranks
     scope = new_scope(ranks)
-    require_equal("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
+    with agreed("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks):
+        if previous is not None and replaced is None:
+            raise RuntimeError("the model already has a watchdog. Call close() of that watchdog first")
     if replaced is not None:
         replaced.close()
         lz_state.detach(replaced)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed, require_equal
 from layerzero.comm.codecs import EncodedPartsSpec, encoded_bytes, encoded_sizes
 from layerzero.comm.transport.base import GatherOptions, TransportTraits
 from layerzero.config import Codecs, LayerZeroConfig, Precision, UnitSettings
@@ -317,12 +317,8 @@ def _materialize_on_all_ranks(plan: UnitDefinition, site: UnitMesh, param_init_f
     if not any(has_meta(module) for module in plan.modules):
         _materialize(plan, device, param_init_fn)
         return
-    failure: Exception | None = None
-    try:
+    with agreed(f"initialization of {plan.label}", {}, ranks=site.ranks.ranks):
         _materialize(plan, device, param_init_fn)
-    except Exception as error:
-        failure = error
-    require_equal(f"initialization of {plan.label}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
 def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from layerzero import Codecs, LayerZeroConfig, PrecisionPolicy, shard_model
 from layerzero.extend import (
+    agreed,
     compute_device,
     default_device_type,
     refuse_old_names,
@@ -237,12 +238,8 @@ def _verify(rank: int, arguments: Mapping[str, Any], *, device_type: str = "cpu"
     require_equal("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
     device = compute_device(device_type)
     with preserved_rng(device):
-        plain, failure = PlainRun(), None
-        try:
+        with agreed("verify, unsharded run", {}, ranks=range(world)):
             plain = train_plain(task, world_size=world, device=device, rank=rank)
-        except Exception as error:
-            failure = error
-        require_equal("verify, unsharded run", {}, ranks=range(world), failure=failure)
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
         for trial in _create_trials(sizes, tolerance, settings, plain.dtypes):
