@@ -46,6 +46,7 @@ from layerzero.extend import (
     ParamRows,
     PendingCollective,
     StepObserver,
+    agreed,
     all_gather,
     all_reduce,
     broadcast,
@@ -55,7 +56,6 @@ from layerzero.extend import (
     group_count_fields,
     local_rows,
     record_writes,
-    require_equal,
     sharded,
     sum64,
     torch_compat,
@@ -191,29 +191,19 @@ def _agree_and_connect(
     """Check that all ranks of all sites agree on settings and model, and create the communicator between sites."""
     numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
     fields = {**numbers, "codec": codec_text(settings.codec)}
-    failure: Exception | None = None
-    site_peers: list[int] = []
-    try:
+    with agreed("layerzero.outer", fields, ranks=lz_state.ranks.ranks):
         user_group = _process_group_of(sites)
-        _require_sites(lz_state, dist.get_process_group_ranks(user_group))
         site_peers = dist.get_process_group_ranks(user_group)
-        settings.check(units=sum(handle.trainable for handle in lz_state.handles))
-    except (TypeError, ValueError) as error:
-        failure = error
-    if site_peers:
+        _require_sites(lz_state, site_peers)
         position = lz_state.ranks.ranks.index(dist.get_rank())
-        try:
-            require_equal(
-                "layerzero.outer, between sites",
-                {**fields, "position of the rank in its site": position, "units": _describe_own_part(lz_state)},
-                ranks=site_peers,
-                groups=group_count_fields(site_peers),
-                failure=failure,
-                advice="Shard the same model in the same way in each site",
-            )
-        except (TypeError, ValueError, RuntimeError) as error:
-            failure = error
-    require_equal("layerzero.outer", fields, ranks=lz_state.ranks.ranks, failure=failure)
+        with agreed(
+            "layerzero.outer, between sites",
+            {**fields, "position of the rank in its site": position, "units": _describe_own_part(lz_state)},
+            ranks=site_peers,
+            groups=group_count_fields(site_peers),
+            advice="Shard the same model in the same way in each site",
+        ):
+            settings.check(units=sum(handle.trainable for handle in lz_state.handles))
     kind = lz_state.mesh_info.mesh.device_type
     group = lz_state.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
     comm = Communicator.over("sites", "site", group, lz_state.mesh_info.counters, kind)

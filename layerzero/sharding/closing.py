@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed
 from layerzero.comm.process_groups import drop_released_groups
 from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import close_hooks, get_state, is_closed
@@ -42,24 +42,20 @@ def close(model: nn.Module) -> None:
         return
     lz_state = get_state(model)
     lz_state.refreshes.require_no_active_use("layerzero.close")
-    failure: RuntimeError | None = None
-    if in_backward():
-        failure = RuntimeError(
-            "layerzero.close was called during a backward, which needs the model. Call it after the backward"
-        )
-    elif lz_state.status.active_views:
-        failure = RuntimeError(
-            f"layerzero.close was called inside {lz_state.status.active_views[-1].value}, which restores the model "
-            "when the context exits. Call close after the context"
-        )
-    if (
-        not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local
-    ):  # see [Note: Release of groups] in comm/process_groups.py
-        require_equal("close", {}, ranks=lz_state.ranks.ranks, failure=failure)
-    if failure is not None:
-        raise failure
     model_ranks = lz_state.ranks
+    # See [Note: Release of groups] in comm/process_groups.py.
+    closes_together = not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local
+    with agreed("close", {}, ranks=model_ranks.ranks if closes_together else ()):
+        if in_backward():
+            raise RuntimeError(
+                "layerzero.close was called during a backward, which needs the model. Call it after the backward"
+            )
+        if lz_state.status.active_views:
+            raise RuntimeError(
+                f"layerzero.close was called inside {lz_state.status.active_views[-1].value}, which restores the model "
+                "when the context exits. Call close after the context"
+            )
     close_hooks(model)
-    if not lz_state.mesh_info.zero3_reduce_comm.held_group.is_local:
+    if closes_together:
         drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)
     lz_state.close()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed, require_equal
 from layerzero.comm.mesh_info import AXES, as_data_parallel
 from layerzero.comm.process_groups import ModelGroups, drop_idle_groups, group_count_fields
 from layerzero.config import (
@@ -31,8 +31,8 @@ from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_meshes import (
     MeshOf,
     ModelParallelMeshes,
+    agreed_on_model_parallel_axes,
     find_model_parallel_meshes,
-    model_parallel_failure,
     root_mesh,
     unit_mesh_selector,
 )
@@ -153,38 +153,33 @@ def shard_model(
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     root = _agree_on_root_mesh(model, mesh, zero3_size)
-    fields: dict[str, object] = {}
-    settings: ChosenSettings = {}
-    model_parallel_meshes: ModelParallelMeshes = {}
-    failure: Exception | None = None
-    try:
-        config = LayerZeroConfig(
-            zero3_size=root.size(1),
-            units=units,
-            mp_policy=mp_policy if mp_policy is not None else PrecisionPolicy(),
-            accumulation=accumulation,
-            offload=Offload.of(offload),
-            codecs=codecs if codecs is not None else Codecs(),
-            reshard_after_forward=reshard_after_forward,
-            prefetch=prefetch,
-            shared_memory=shared_memory,
-            ignored_modules=ignored_modules,
-            sync_module_states=sync_module_states,
-        )
-        plans = _define_units(model, config, unit_mesh_selector(mesh, root), ignored_params)
-        model_parallel_meshes = find_model_parallel_meshes(plans)
-        check_meta_init(plans, param_init_fn)
-        settings = settings_of_units(plans, config)
-        check_codecs(settings, config.codecs, root)
-        fields = settings_to_compare(settings, config)
-    except Exception as error:  # reported to the other ranks, then raised here
-        failure = error
-    failure = model_parallel_failure(model, root, fields, failure)
-    drop_idle_groups()
     ranks = ranks_in(root)
-    created_groups = group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
-    fields |= parts_to_compare([*settings])
-    require_equal("shard_model", fields, ranks=ranks, groups=created_groups, failure=failure)
+    fields: dict[str, object] = {}
+    groups: dict[str, dict[str, object]] = {}
+    with agreed("shard_model", fields, ranks=ranks, groups=groups):
+        with agreed_on_model_parallel_axes(model, root, fields):
+            config = LayerZeroConfig(
+                zero3_size=root.size(1),
+                units=units,
+                mp_policy=mp_policy if mp_policy is not None else PrecisionPolicy(),
+                accumulation=accumulation,
+                offload=Offload.of(offload),
+                codecs=codecs if codecs is not None else Codecs(),
+                reshard_after_forward=reshard_after_forward,
+                prefetch=prefetch,
+                shared_memory=shared_memory,
+                ignored_modules=ignored_modules,
+                sync_module_states=sync_module_states,
+            )
+            plans = _define_units(model, config, unit_mesh_selector(mesh, root), ignored_params)
+            model_parallel_meshes = find_model_parallel_meshes(plans)
+            check_meta_init(plans, param_init_fn)
+            settings = settings_of_units(plans, config)
+            check_codecs(settings, config.codecs, root)
+            fields |= settings_to_compare(settings, config)
+        drop_idle_groups()
+        groups |= group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+        fields |= parts_to_compare(plans)
     _build(model, settings, model_parallel_meshes, config, param_init_fn)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import agreed
 from layerzero.comm.collectives import Communicator
 from layerzero.comm.mesh_info import MeshInfo, check_mesh, mesh_of_ranks
 from layerzero.comm.model_ranks import ModelParallelAxes, ModelRanks, broadcast_over
@@ -144,18 +145,12 @@ def find_model_parallel_meshes(plans: Sequence[UnitDefinition]) -> ModelParallel
     return {plan.mesh: first_dtensors[plan.mesh][1] if plan.mesh in first_dtensors else None for plan in plans}
 
 
-def model_parallel_failure(
-    model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
-) -> Exception | None:
-    """Compare `fields` along the root's model-parallel axes. Return the error that this rank must raise, or None."""
+def agreed_on_model_parallel_axes(
+    model: nn.Module, root: DeviceMesh, fields: Mapping[str, object]
+) -> AbstractContextManager[None]:
+    """Return :func:`agreed` for the ranks along the root's model-parallel axes."""
     axes = _model_parallel_mesh(model, ranks_in(root))
-    if axes is None or axes.size() == 1:
-        return failure
-    try:
-        require_equal("shard_model", fields, ranks=sorted(ranks_in(axes)), failure=failure)
-    except Exception as error:
-        return error
-    return failure
+    return agreed("shard_model", fields, ranks=() if axes is None else sorted(ranks_in(axes)))
 
 
 @dataclass(frozen=True, eq=False)
