@@ -103,11 +103,9 @@ class EMA:
         Raises:
             RuntimeError: the method is called inside :meth:`swapped`.
         """
-        if ParamView.EMA in self._lz_state.status.active_views:
-            raise RuntimeError(
-                "update() was called inside swapped(), where the masters are the averages. Call it outside of the "
-                "context"
-            )
+        self._lz_state.status.refuse_inside(
+            ParamView.EMA, what="EMA.update()", why="where the masters are the averages"
+        )
         self._add_missing_averages()
         masters = [handle.weights.master for handle in self._handles]
         if self.n_averaged == 0:
@@ -138,16 +136,7 @@ class EMA:
         """
         self._add_missing_averages()
         lz_state = self._lz_state
-        if ParamView.UNSHARDED in lz_state.status.active_views:
-            raise RuntimeError(
-                "swapped() was called inside layerzero.unsharded, where the model has full parameters. Call it outside "
-                "of that context"
-            )
-        if ParamView.EMA in lz_state.status.active_views:
-            raise RuntimeError(
-                "swapped() was called inside swapped(), where the model already has the averages. Leave the other "
-                "context first"
-            )
+        lz_state.status.refuse_inside(ParamView.UNSHARDED, ParamView.EMA, what="EMA.swapped()")
         masters = [handle.weights.master.clone() for handle in self._handles]
         try:
             with active_view(lz_state.status.active_views, ParamView.EMA):

@@ -162,11 +162,9 @@ def _check_ranks_and_get_gradients(
     fields = {"module": path, "parameters": len(members), **options._asdict()}
     with agreed("unsharded", fields, ranks=model_ranks.ranks, groups=groups):
         lz_state.refreshes.require_no_active_use("layerzero.unsharded")
-        if ParamView.FULL_PRECISION in lz_state.status.active_views:
-            raise RuntimeError(
-                "layerzero.unsharded was called inside layerzero.full_precision, which gathers parameters unit by "
-                "unit. Leave that context first"
-            )
+        lz_state.status.refuse_inside(
+            ParamView.FULL_PRECISION, what="layerzero.unsharded", why="which gathers parameters unit by unit"
+        )
         if open_already := [member.name for member in members if member in lz_state.status.unsharded]:
             raise RuntimeError(
                 f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
@@ -332,8 +330,7 @@ def _refuse_full_precision(lz_state: LayerZeroState) -> None:
         ValueError: a parameter has an all-gather extension.
     """
     lz_state.refreshes.require_no_active_use("layerzero.full_precision")
-    if active := [view.value for view in lz_state.status.active_views if view is not ParamView.EMA]:
-        raise RuntimeError(f"layerzero.full_precision was called inside {active[0]}. Leave that context first")
+    lz_state.status.refuse_inside(ParamView.UNSHARDED, ParamView.FULL_PRECISION, what="layerzero.full_precision")
     if in_backward():
         raise RuntimeError(
             "layerzero.full_precision was called during a backward, which needs the gathered weights. Call it after "

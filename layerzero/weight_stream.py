@@ -331,8 +331,7 @@ def _refuse_contexts(lz_state: LayerZeroState, subject: str) -> None:
     lz_state.scheduler.require_no_active_pass(subject)
     lz_state.scheduler.recover_interrupted_pass()
     lz_state.refreshes.require_no_active_use(subject)
-    if active := [view.value for view in lz_state.status.active_views if view is not ParamView.EMA]:
-        raise RuntimeError(f"{subject} was called inside {active[0]}. Leave that context first")
+    lz_state.status.refuse_inside(ParamView.UNSHARDED, ParamView.FULL_PRECISION, what=subject)
     lz_state.status.require_usable()
 
 

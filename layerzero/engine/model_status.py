@@ -56,6 +56,18 @@ class ModelStatus:
         self.first_forward_checks: list[Callable[[], None]] = []
         self._structure = structure
 
+    def refuse_inside(self, *views: ParamView, what: str, why: str = "") -> None:
+        """Raise RuntimeError if one of `views` is active.
+
+        Args:
+            views: contexts in which a call is refused. If there are none, all contexts refuse it.
+            what: name of the call, for the message.
+            why: clause that states the reason, such as "which would undo the update".
+        """
+        if active := [view.value for view in self.active_views if not views or view in views]:
+            reason = f", {why}" if why else ""
+            raise RuntimeError(f"{what} was called inside {active[-1]}{reason}. Leave the context first")
+
     def require_usable(self) -> None:
         """Run the pending `first_forward_checks`, and check that the model may run a pass.
 

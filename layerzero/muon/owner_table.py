@@ -303,11 +303,7 @@ def _require_movable(lz_state: LayerZeroState, moved: Iterable[Handle], owned: s
             "parameters. Use Offload(optimizer=False), or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
-    if lz_state.status.active_views:
-        raise RuntimeError(
-            "shard_optimizer was called inside layerzero.unsharded or EMA.swapped(), but it must move rows of the "
-            "masters. Call it outside of the context"
-        )
+    lz_state.status.refuse_inside(what="shard_optimizer", why="but it must move rows of the masters")
     if any(lz_state.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(
             "this optimizer needs full parameters, so layerzero must move their rows to owners, but some parameters "

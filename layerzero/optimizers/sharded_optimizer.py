@@ -189,10 +189,7 @@ class ShardedOptimizer(StateDictMethods):
                 learning rates or other settings differed between ranks in one of the last two steps.
         """
         require_no_capture(self._lz_state.mesh_info.device, "optimizer.step()")
-        if ParamView.EMA in self._lz_state.status.active_views:
-            raise RuntimeError(
-                "optimizer.step() was called inside EMA.swapped(), which would undo the update. Leave the context first"
-            )
+        self._lz_state.status.refuse_inside(ParamView.EMA, what="optimizer.step()", why="which would undo the update")
         if load_error := self._lz_state.status.load_error or self.load_error:
             raise RuntimeError(load_error)
         self._params.require_unedited(self.param_groups, self.inner.param_groups)
@@ -312,11 +309,8 @@ class ShardedOptimizer(StateDictMethods):
             )
 
         def before_write() -> None:
-            if ParamView.EMA in self._lz_state.status.active_views:
-                raise RuntimeError(
-                    f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the "
-                    "context first"
-                )
+            what = f"{method.__name__}()"
+            self._lz_state.status.refuse_inside(ParamView.EMA, what=what, why="which would undo its writes")
             record_writes(member.sharded for member in self._params.managed)
 
         writes = WriteDetector([each.master for each in self._params], before_write)

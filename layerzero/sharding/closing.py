@@ -50,11 +50,7 @@ def close(model: nn.Module) -> None:
             raise RuntimeError(
                 "layerzero.close was called during a backward, which needs the model. Call it after the backward"
             )
-        if lz_state.status.active_views:
-            raise RuntimeError(
-                f"layerzero.close was called inside {lz_state.status.active_views[-1].value}, which restores the model "
-                "when the context exits. Call close after the context"
-            )
+        lz_state.status.refuse_inside(what="layerzero.close", why="which restores the model when the context exits")
     close_hooks(model)
     if closes_together:
         drop_released_groups(model_ranks.all_gather_text, model_ranks.ranks)

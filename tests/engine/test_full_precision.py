@@ -204,7 +204,7 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
             loss.backward()
         for other in (layerzero.full_precision, layerzero.unsharded):
             with (
-                pytest.raises(RuntimeError, match=r"inside layerzero\.full_precision[.,].*Leave that context"),
+                pytest.raises(RuntimeError, match=r"inside layerzero\.full_precision[.,].*Leave the context"),
                 other(model),
             ):
                 pass

@@ -309,7 +309,7 @@ def test_close_is_refused_inside_a_pass(rank: int) -> None:
     with pytest.raises(RuntimeError, match="during a backward"):
         loss.backward()
     optimizer.zero_grad()
-    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="Call close after the context"):
+    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="which restores the model"):
         layerzero.close(model)
     with (
         layerzero.gathered(model),
