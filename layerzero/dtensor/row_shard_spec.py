@@ -7,7 +7,7 @@ chooses the bounds, so that no row is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Collective, all_gather, broadcast
+from layerzero.comm.collectives import Collective, Communicator, all_gather, broadcast
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
@@ -136,43 +136,27 @@ class RowShardSpec:
 
         `local` contains this rank's rows. Every data-parallel rank must call this method.
         """
-        local = local.to(self.mesh_info.device)  # with Offload(optimizer=True), the rows are in host memory
-        max_rows = max(self.row_counts)
-        evenly = self.mesh_info.data_parallel * max_rows <= 2 * self.num_rows
-        full = self._gather_padded(local, max_rows) if evenly else self._gather_from_holders(local)
+        mesh_info, replicas = self.mesh_info, self.mesh_info.replicas
+        full = torch.empty(self.stored_shape, dtype=local.dtype, device=mesh_info.device)
+        full[self.rows.start : self.rows.stop] = local  # from host memory with Offload(optimizer=True)
+        first = mesh_info.grid.zero3_rank * replicas  # k = s * R + r: the replica axis is the inner one
+        self._gather_along(mesh_info.replica_comm, full, self.bounds[first : first + replicas + 1])
+        self._gather_along(mesh_info.zero3_gather_comm, full, self.bounds[::replicas])
         return full.view(self.shape)
 
-    def _gather_padded(self, local: Tensor, max_rows: int) -> Tensor:
-        mesh_info, row_shape = self.mesh_info, self.stored_shape[1:]
-        pieces = local.new_zeros(1, max_rows, *row_shape)
-        pieces[0, : local.shape[0]] = local
-        for comm in (
-            mesh_info.replica_comm,
-            mesh_info.zero3_gather_comm,
-        ):  # k = s * R + r: the replica axis is the inner one
-            if comm.size > 1 and pieces.numel():
-                wider = local.new_empty(comm.size * pieces.shape[0], max_rows, *row_shape)
-                all_gather(comm, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
-                pieces = wider
-            elif comm.size > 1:
-                pieces = pieces.new_zeros(comm.size * pieces.shape[0], max_rows, *row_shape)
-        if all(rows == max_rows for rows in self.row_counts):
-            return pieces.view(self.stored_shape)
-        return torch.cat([piece[:rows] for piece, rows in zip(pieces, self.row_counts, strict=True)])
-
-    def _gather_from_holders(self, local: Tensor) -> Tensor:
-        """Gather all rows with broadcasts, for parameters whose rows are mostly on a few ranks.
-
-        For such parameters, an all-gather would send mostly padding.
-        """
-        mesh_info = self.mesh_info
-        full = local.new_empty(self.stored_shape)
-        full[self.rows.start : self.rows.stop] = local
-        for k in range(mesh_info.data_parallel):
-            piece = full[self.bounds[k] : self.bounds[k + 1]]
-            s, r = divmod(k, mesh_info.replicas)
-            if mesh_info.replicas > 1 and mesh_info.grid.zero3_rank == s and piece.numel():
-                broadcast(mesh_info.replica_comm, Collective.UNSHARD, piece, from_rank=r)
-            if mesh_info.zero3_size > 1 and piece.numel():
-                broadcast(mesh_info.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
-        return full
+    def _gather_along(self, comm: Communicator, full: Tensor, bounds: Sequence[int]) -> None:
+        """Gather rows of `full` in place. Rank i of `comm` has the rows ``[bounds[i], bounds[i + 1])``."""
+        out, pieces = full[bounds[0] : bounds[-1]], [full[start:stop] for start, stop in pairwise(bounds)]
+        if comm.size == 1 or not out.numel():
+            return
+        parts = [piece.numel() for piece in pieces]
+        if comm.size * max(parts) > 2 * out.numel():  # in an all-to-all, a few ranks would send most of the bytes
+            for rank, piece in enumerate(pieces):
+                if piece.numel():
+                    broadcast(comm, Collective.UNSHARD, piece, from_rank=rank)
+            return
+        own, unequal = pieces[comm.rank].view(-1), None if len(set(parts)) == 1 else parts
+        gathering = all_gather(
+            comm, Collective.UNSHARD, out.view(-1), own, name=self.name, only_reads_shard=True, parts=unequal
+        )
+        gathering.wait()
