@@ -44,10 +44,9 @@ from layerzero import ShardedOptimizer
 from layerzero.checkpoint.background import PendingSave
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
-from layerzero.checkpoint.contents import CONTENTS, CheckpointContents
-from layerzero.checkpoint.dcp_storage import SavePlanner, chunk_of, tensor_table
+from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, Chunk
+from layerzero.checkpoint.dcp_storage import SavePlanner, chunk_of
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
-from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
@@ -313,16 +312,12 @@ class Buddies:
         if pending is not None:
             pending.settle()
 
-    def _write(self, folder: Path, state: CollectedState) -> tuple[FileRecord, list[list[Any]]]:
-        """Write this rank's file. Return its record and the chunks in it, as JSON."""
+    def _write(self, folder: Path, state: CollectedState) -> tuple[FileRecord, list[Chunk]]:
+        """Write this rank's file. Return its record and the chunks in it."""
         planner = SavePlanner()
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
-        chunks = [
-            [key, str(dtype).removeprefix("torch."), list(shape), list(offsets), list(sizes)]
-            for key, dtype, shape, offsets, sizes in map(chunk_of, items)
-        ]
-        return write_items(folder, self._comm.rank, items, planner), chunks
+        return write_items(folder, self._comm.rank, items, planner), [*map(chunk_of, items)]
 
     def _exchange_and_publish(self, folder: Path, record: FileRecord, message: list[Any]) -> None:
         """Exchange files with the partners and publish the snapshot. This method runs in a background thread.
@@ -348,12 +343,9 @@ class Buddies:
 
     def _write_shared_files(self, folder: Path, records: list[FileRecord], rank_entries: list[list[Any]]) -> None:
         """Write the table of tensors, all other values and, under a hidden name, the manifest."""
-        tensors, _ = tensor_table(
-            (record.name, [(key, dtype_named(dtype), *geometry) for key, dtype, *geometry in chunks])
-            for record, (_, chunks, *_) in zip(records, rank_entries, strict=True)
-        )
-        document = merge_ranks(rank_entries[0][3], [own for _, _, own, _ in rank_entries])
-        contents = CheckpointContents(topology_entry(self._lz_state), document, tensors)
+        _, chunks, owns, documents = zip(*rank_entries, strict=True)
+        chunks_of_files = zip([record.name for record in records], chunks, strict=True)
+        contents, _ = CheckpointContents.of_ranks(topology_entry(self._lz_state), documents[0], owns, chunks_of_files)
         files = {each.name: each for each in [*records, contents.write(folder)]}
         token = folder.name
         manifest = Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True)

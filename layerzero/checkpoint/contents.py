@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.checksums import FileRecord
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype_named
+from layerzero.checkpoint.json_codec import DTYPES, Decoder, StoredTensor, dtype_named, merge_ranks
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import write_file
 
 CONTENTS = "contents.json"
+
+Chunk = tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]  # key, dtype, full shape, offsets, sizes
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,43 @@ class CheckpointContents:
     topology: Mapping[str, int]
     document: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def of_ranks(
+        cls,
+        topology: Mapping[str, int],
+        document: Any,
+        owns: Sequence[Sequence[Any]],
+        chunks_of_files: Iterable[tuple[str, Iterable[Chunk]]],
+    ) -> tuple[CheckpointContents, list[list[int]]]:
+        """Merge the parts that the ranks save, and check that their chunks cover each tensor exactly.
+
+        Args:
+            document: document of the first rank.
+            owns: own values of each rank; see :class:`layerzero.checkpoint.json_codec.Encoder`.
+            chunks_of_files: name and chunks of each file. A chunk that several files have belongs to the first of them.
+
+        Returns:
+            The contents, and for each file the indices of the chunks that belong to it.
+
+        Raises:
+            ValueError: the chunks of a tensor do not cover it exactly.
+        """
+        entries: dict[str, tuple[str, Sequence[int], dict[tuple[int, ...], Any]]] = {}
+        kept: list[list[int]] = []
+        for file, chunks in chunks_of_files:
+            kept.append([])
+            for index, (key, dtype, shape, offsets, sizes) in enumerate(chunks):
+                _, _, pieces = entries.setdefault(key, (dtype, shape, {}))
+                piece = file, tuple(offsets), tuple(sizes)
+                if pieces.setdefault(piece[1], piece) is piece:
+                    kept[-1].append(index)
+        tensors = {
+            key: StoredTensor(tuple(shape), dtype_named(dtype), tuple(pieces.values()))
+            for key, (dtype, shape, pieces) in entries.items()
+        }
+        check_chunks(tensors)
+        return cls(topology, merge_ranks(document, owns), tensors), kept
 
     @classmethod
     def read(cls, manifest: Manifest) -> CheckpointContents:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from layerzero.checkpoint.collect_state import CollectedState
-from layerzero.checkpoint.contents import CheckpointContents, check_chunks, num_saving_ranks
+from layerzero.checkpoint.contents import CheckpointContents, Chunk, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.json_codec import StoredTensor, merge_ranks
 from layerzero.checkpoint.publish import make_folder, new_token, partial_path, publish, read_back, remove
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, Region, rank_file, write_items
@@ -53,44 +52,12 @@ class SavePlanner(DefaultSavePlanner):
         return all_plans, self.metadata
 
 
-Chunk = tuple[str, torch.dtype, Sequence[int], Sequence[int], Sequence[int]]  # key, dtype, full shape, offsets, sizes
-
-
 def chunk_of(item: WriteItem) -> Chunk:
     """Return the chunk that an item of a save plan writes."""
     assert item.tensor_data is not None
     data = item.tensor_data
-    return item.index.fqn, data.properties.dtype, data.size, data.chunk.offsets, data.chunk.sizes
-
-
-def tensor_table(
-    chunks_of_files: Iterable[tuple[str, Iterable[Chunk]]],
-) -> tuple[dict[str, StoredTensor], list[list[int]]]:
-    """Build and check the table of stored tensors. A chunk that several files have belongs to the first of them.
-
-    Args:
-        chunks_of_files: name and chunks of each file.
-
-    Returns:
-        The table, by key, and for each file the indices of the chunks that belong to it.
-
-    Raises:
-        ValueError: the chunks of a tensor do not cover it exactly.
-    """
-    entries: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
-    kept: list[list[int]] = []
-    for file, chunks in chunks_of_files:
-        kept.append([])
-        for index, (key, dtype, shape, offsets, sizes) in enumerate(chunks):
-            _, _, pieces = entries.setdefault(key, (dtype, tuple(shape), {}))
-            piece = file, tuple(offsets), tuple(sizes)
-            if pieces.setdefault(piece[1], piece) is piece:
-                kept[-1].append(index)
-    tensors = {
-        key: StoredTensor(shape, dtype, tuple(pieces.values())) for key, (dtype, shape, pieces) in entries.items()
-    }
-    check_chunks(tensors)
-    return tensors, kept
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return item.index.fqn, dtype, data.size, data.chunk.offsets, data.chunk.sizes
 
 
 @dataclass
@@ -99,7 +66,7 @@ class SafetensorsWriter(StorageWriter):
 
     Attributes:
         path: path of the checkpoint, which exists only after the save finishes.
-        state: state of this rank. On the first rank, its document is the full document after the global plan.
+        state: state of this rank.
         topology: see :class:`CheckpointContents`.
         keep_last: number of checkpoints to keep in the parent folder; None to keep all.
         overwrite: whether to replace an existing checkpoint at `path`.
@@ -112,7 +79,7 @@ class SafetensorsWriter(StorageWriter):
     keep_last: int | None = None
     overwrite: bool = False
     _token: str | None = None  # see [Note: Concurrent saves to one path]
-    _tensors: dict[str, StoredTensor] = field(default_factory=dict)  # on the first rank, after the global plan
+    _contents: CheckpointContents | None = None  # on the first rank, after the global plan
     _finite: bool | None = None  # whether all trained tensors are finite; on the first rank, after the global plan
 
     @property
@@ -135,11 +102,12 @@ class SafetensorsWriter(StorageWriter):
                 f"{num_saving_ranks(self.topology)} ranks must save {self.path}, but only {len(plans)} took part"
             )
         rank_entries = [json.loads(plan.storage_data) for plan in plans]
-        document = merge_ranks(self.state.document, [own_values for own_values, _ in rank_entries])
-        self.state = self.state._replace(document=document)
         self._finite = all(finite for _, finite in rank_entries)
-        self._tensors, kept = tensor_table(
-            (rank_file(rank), map(chunk_of, plan.items)) for rank, plan in enumerate(plans)
+        self._contents, kept = CheckpointContents.of_ranks(
+            self.topology,
+            self.state.document,
+            [own_values for own_values, _ in rank_entries],
+            ((rank_file(rank), map(chunk_of, plan.items)) for rank, plan in enumerate(plans)),
         )
         make_folder(self.path.parent)
         self._token = new_token()
@@ -177,11 +145,10 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = [result.storage_data for of_rank in results for result in of_rank]
-        contents = CheckpointContents(self.topology, self.state.document, self._tensors)
-        written = contents.write(self._partial)
+        assert self._contents is not None and self._token is not None
+        written = self._contents.write(self._partial)
         if self._reads_back:
             read_back(self._partial, written)
-        assert self._token is not None
         publish(
             self._partial,
             self.path,

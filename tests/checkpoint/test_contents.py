@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.checkpoint.contents import check_chunks
-from layerzero.checkpoint.dcp_storage import tensor_table
+from layerzero.checkpoint.contents import CheckpointContents, check_chunks
 from layerzero.checkpoint.json_codec import StoredTensor
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -62,10 +61,10 @@ def test_chunks_must_cover_a_tensor_without_gaps_and_overlaps() -> None:
 
 def test_the_first_rank_writes_a_chunk_that_several_ranks_have() -> None:
     def chunks(*bounds: int) -> list[Any]:
-        return [("w", torch.float32, torch.Size([4, 6]), *map(torch.Size, chunk)) for chunk in _rows(*bounds)]
+        return [("w", "float32", torch.Size([4, 6]), *map(torch.Size, chunk)) for chunk in _rows(*bounds)]
 
-    tensors, kept = tensor_table([("a", chunks(0, 2)), ("b", chunks(0, 2, 4))])
+    contents, kept = CheckpointContents.of_ranks({}, {}, [], [("a", chunks(0, 2)), ("b", chunks(0, 2, 4))])
     assert kept == [[0], [1]]
-    assert tensors == {
+    assert contents.tensors == {
         "w": StoredTensor((4, 6), torch.float32, (("a", (0, 0), (2, 6)), ("b", (2, 0), (2, 6)))),
     }
