@@ -46,12 +46,12 @@ from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, Chunk
 from layerzero.checkpoint.dcp_storage import SavePlanner, chunk_of
-from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
+from layerzero.checkpoint.errors import CheckpointError, RankLostError
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agreed, check_checkpoint_arguments
-from layerzero.checkpoint.run_folder import Resumed, latest
+from layerzero.checkpoint.run_folder import Resumed, latest, try_load
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_items
 from layerzero.extend import (
     Communicator,
@@ -389,18 +389,15 @@ class Buddies:
                 break
             created: list[Path] = []
             try:
-                extra = self._load(token, created, strict=strict)
-            except (RankLostError, UnsupportedFormatError):
-                raise
-            except CheckpointError as error:
-                if self._comm.rank == 0:
-                    _LOG.warning("%s.load: %s", _WHAT, error)
-                continue
+                extra, reason = try_load(self._lz_state, self._load, token, created, strict=strict)
             finally:
                 for path in created:
                     path.unlink(missing_ok=True)
-            self._newest = token
-            return Resumed(self.folder, extra, ())
+            if reason is None:
+                self._newest = token
+                return Resumed(self.folder, extra, ())
+            if self._comm.rank == 0:
+                _LOG.warning("%s.load: %s", _WHAT, reason or f"snapshot {token} no longer exists")
         return None
 
     def _load(self, token: str, created: list[Path], *, strict: bool) -> Any:
@@ -426,7 +423,7 @@ class Buddies:
         fetch({CONTENTS})
         description = f"snapshot {token} in {self.folder}"
         return prepare_load_from(
-            lambda _: SnapshotSource(manifest, fetch), description, self._model, self._optimizer, strict=strict
+            lambda: SnapshotSource(manifest, fetch), description, self._model, self._optimizer, strict=strict
         ).commit()
 
     def _complete_tokens(self) -> list[str]:

@@ -25,7 +25,7 @@ from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
-from layerzero.extend import LayerZeroState, torch_compat
+from layerzero.extend import LayerZeroState, get_state, torch_compat
 
 
 def load_dcp(
@@ -62,14 +62,14 @@ def load_dcp(
         layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
     """
 
-    def open_source(lz_state: LayerZeroState) -> Source:
+    def open_source() -> Source:
         source = FileSystemReader(path)
         metadata = source.read_metadata()
         tree = _read_tree(source, metadata, (model_key, optimizer_key))
         saved = tree.get(optimizer_key)
         document = {
             "model": tree.get(model_key, {}),
-            "optimizer": None if saved is None else _nested_optimizer(_named(saved, optimizer, lz_state)),
+            "optimizer": None if saved is None else _nested_optimizer(_named(saved, optimizer, get_state(model))),
             "extra": None,
         }
         tensors = {

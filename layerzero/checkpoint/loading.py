@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -88,9 +87,8 @@ def prepare_load(
         rank_local_names: names of the parameters that differ between ranks, as passed to
             :func:`save_with_rank_local_names`. None if there are none.
     """
-    path = Path(path)
 
-    def open_source(lz_state: LayerZeroState) -> Source:
+    def open_source() -> Source:
         return CheckpointFiles(Manifest.read(path))
 
     return prepare_load_from(
@@ -122,7 +120,7 @@ class Source(Protocol):
 
 
 def prepare_load_from(
-    open_source: Callable[[LayerZeroState], Source],
+    open_source: Callable[[], Source],
     path: str,
     model: nn.Module,
     optimizer: ShardedOptimizer | None,
@@ -151,7 +149,7 @@ def prepare_load_from(
                 "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
                 "the loaded weights. Leave the context first"
             )
-        source = open_source(lz_state)
+        source = open_source()
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
         rank = model_ranks.rank if ranks == model_ranks.size else None

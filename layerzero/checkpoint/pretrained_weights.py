@@ -61,7 +61,7 @@ def load_safetensors(
         os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)
     )
     prepare_load_from(
-        lambda _: FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
+        lambda: FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
     ).commit()
 
 

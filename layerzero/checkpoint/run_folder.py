@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import nn
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
-from layerzero.checkpoint.loading import prepare_load
+from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import (
     hide_folder,
@@ -189,7 +190,7 @@ def load_latest(
     """
     lz_state = get_state(model)
     folder = Path(folder).absolute()
-    manifests: dict[Path, Manifest | None] = {}  # on the first rank, in the order of tries; None if broken
+    manifests: dict[Path, Manifest] = {}  # on the first rank, in the order of tries
     broken: dict[Path, str] = {}  # on the first rank: reasons
     with agreed("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}):
         if lz_state.ranks.rank == 0:
@@ -198,11 +199,11 @@ def load_latest(
                     f"{folder} is a checkpoint. Pass its parent folder, or call layerzero.checkpoint.load"
                 )
             manifests, broken = _candidates(folder)
-    names = _broadcast_texts(lz_state, [path.name for path, manifest in manifests.items() if manifest is not None])
+    names = _broadcast_texts(lz_state, [path.name for path in manifests])
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
-        extra, reason = _try_load(lz_state, path, model, optimizer, strict=strict)
+        extra, reason = try_load(lz_state, load, path, model, optimizer, strict=strict)
         if reason is None:
             break
         if reason:
@@ -218,17 +219,17 @@ def load_latest(
     unusable |= {each: f"is damaged ({why})" for each, why in (damaged | broken).items()}
     first_rank = lz_state.ranks.rank == 0
     moved = _broadcast_texts(
-        lz_state, [_set_aside(each, manifests[each], why) for each, why in unusable.items()] if first_rank else []
+        lz_state, [_set_aside(each, manifests.get(each), why) for each, why in unusable.items()] if first_rank else []
     )
     for message in moved if first_rank else ():
         _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
 
 
-def _candidates(folder: Path) -> tuple[dict[Path, Manifest | None], dict[Path, str]]:
+def _candidates(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
     """Return the checkpoints in the order in which a load tries them, and the reasons why others are broken.
 
-    The newest checkpoint is first, those with non-finite values follow, and broken checkpoints are last.
+    The newest checkpoint is first, and those with non-finite values are last.
 
     Raises:
         NotADirectoryError: `folder` or one of its parents is a file.
@@ -242,7 +243,7 @@ def _candidates(folder: Path) -> tuple[dict[Path, Manifest | None], dict[Path, s
     broken = {path: str(error) for path, error in errors.items() if _was_checkpoint(path)}
     newest_first = complete[::-1]
     tried = sorted(newest_first, key=lambda manifest: manifest.finite is False)
-    return {manifest.folder: manifest for manifest in tried} | dict.fromkeys(broken), broken
+    return {manifest.folder: manifest for manifest in tried}, broken
 
 
 def _broadcast_texts(lz_state: LayerZeroState, texts: list[str]) -> list[str]:
@@ -251,15 +252,17 @@ def _broadcast_texts(lz_state: LayerZeroState, texts: list[str]) -> list[str]:
     return first_rank_texts
 
 
-def _try_load(
-    lz_state: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
-) -> tuple[Any, str | None]:
+def try_load(lz_state: LayerZeroState, load: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
     The reason is the same on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
+
+    Args:
+        load: function that loads the checkpoint, for the other arguments, and returns ``extra``. If it raises an error
+            on a rank, it raises an error on all ranks.
     """
     try:
-        return prepare_load(path, model, optimizer, strict=strict).commit(), None
+        return load(*args, **kwargs), None
     except RankLostError:
         raise
     except Exception as error:
@@ -274,13 +277,13 @@ def _try_load(
     return None, next((reason for kind, reason in outcomes if kind == "damaged"), "")
 
 
-def _newer_nonfinite(manifests: dict[Path, Manifest | None], *, loaded: Path) -> dict[Path, str]:
+def _newer_nonfinite(manifests: dict[Path, Manifest], *, loaded: Path) -> dict[Path, str]:
     """Return the checkpoints with non-finite values that are newer than the loaded one, and the reason as text."""
     loaded_manifest = manifests.get(loaded)
     return {
         path: "has non-finite values"
         for path, manifest in manifests.items()
-        if manifest and loaded_manifest and manifest.finite is False and manifest.sequence > loaded_manifest.sequence
+        if loaded_manifest and manifest.finite is False and manifest.sequence > loaded_manifest.sequence
     }
 
 

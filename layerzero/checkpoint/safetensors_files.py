@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,46 +38,44 @@ def rank_file(rank: int) -> str:
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
     """Write all items of a rank's save plan into one safetensors file."""
-    items = sorted(
-        items, key=lambda item: -_shape_and_dtype(item)[1].itemsize
-    )  # this order aligns each tensor in the file
-    return write_safetensors(
-        folder / rank_file(rank),
-        {item.index.fqn: _shape_and_dtype(item) for item in items},
-        ((_resolve_rows(planner, item),) for item in items),
-    )
+    item_of = {item.index.fqn: item for item in items}
+    tensors = {key: _shape_and_dtype(item) for key, item in item_of.items()}
+    return write_safetensors(folder / rank_file(rank), tensors, lambda key: [_resolve_rows(planner, item_of[key])])
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
+    path: Path,
+    tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    content_of: Callable[[str], Iterable[Tensor]],
 ) -> FileRecord:
     """Write a safetensors file from a stream of tensors and hash the file while writing.
 
     The file consists of the length of the header (8 bytes), the header (JSON), and the bytes of the tensors.
 
     Args:
-        tensors: shape and dtype of each tensor, by name, in file order.
-        content: for each entry of `tensors`, the values of the tensor as consecutive tensors on any device.
+        tensors: shape and dtype of each tensor, by name.
+        content_of: function that returns the values of a tensor as consecutive tensors on any device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in tensors.items():
+    order = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)  # aligns each tensor in the file
+    for name in order:
+        shape, dtype = tensors[name]
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not support")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     header_bytes = json.dumps(header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
-    return write_file(path, _safetensors_bytes(header_bytes, content))
+    return write_file(path, _safetensors_bytes(header_bytes, chain.from_iterable(map(content_of, order))))
 
 
-def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> Iterator[Any]:
+def _safetensors_bytes(header: bytes, content: Iterable[Tensor]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
-    for pieces in content:
-        for piece in pieces:
-            values = contiguous_on_cpu(piece)
-            yield from tensor_bytes(values)
+    for piece in content:
+        values = contiguous_on_cpu(piece)
+        yield from tensor_bytes(values)
 
 
 def _shape_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:

@@ -81,9 +81,8 @@ def write_model_file(
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
     partial = partial_path(target, new_token())
-    order = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
     try:
-        write_safetensors(partial, {name: tensors[name] for name in order}, map(content_of, order))
+        write_safetensors(partial, tensors, content_of)
         publish_file(partial, target)
     except BaseException:
         remove(partial)
@@ -148,23 +147,19 @@ def import_model(
     target = Path(path).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists and is not overwritten. Use another path")
-    sources = FullFiles(find_safetensors(files))
-    tensors = sources.contents.tensors
-    casts = {name: _cast(tensor.dtype, dtype) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: -casts[name].itemsize)
+    sources = FullFiles(find_safetensors(files), "model.{}".format)
+    header = {key: (tensor.shape, _cast(tensor.dtype, dtype)) for key, tensor in sources.contents.tensors.items()}
     token = new_token()
     partial = partial_path(target, token)
     make_folder(target.parent)
     partial.mkdir()
     try:
-        header = {f"model.{name}": (tensors[name].shape, casts[name]) for name in order}
-        content = (_iter_cast(sources, name, casts[name]) for name in order)
-        record = write_safetensors(partial / rank_file(0), header, content)
+        record = write_safetensors(partial / rank_file(0), header, lambda key: _iter_cast(sources, key, header[key][1]))
         stored = {
             key: StoredTensor(shape, cast, ((record.name, (0,) * len(shape), shape),))
             for key, (shape, cast) in header.items()
         }
-        model = {name: {"$tensor": f"model.{name}"} for name in tensors}
+        model = {key.removeprefix("model."): {"$tensor": key} for key in header}
         document = {"model": model, "optimizer": None, "extra": None}
         written = CheckpointContents({"data_parallel": 1, "zero3_size": 1}, document, stored).write(partial)
         publish(partial, target, [record, written], sequence=next_sequence(target.parent), token=token)
