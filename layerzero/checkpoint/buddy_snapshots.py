@@ -60,7 +60,6 @@ from layerzero.extend import (
     all_gather_text,
     boot_id,
     get_state,
-    group_count_fields,
     send_recv,
 )
 
@@ -215,15 +214,14 @@ class Buddies:
         self._lz_state = lz_state = get_state(model)
         self.folder = Path(memory) / f"layerzero-{os.getuid()}-{name}"
         node = ""
-        (group_counts,) = group_count_fields(lz_state.ranks.ranks).values()
-        with agreed(_WHAT, lz_state, {"name": name, **group_counts}):
+        with agreed(_WHAT, lz_state, {"name": name}):
             check_checkpoint_arguments(lz_state, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = create_private_folder(self.folder)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
-        group = lz_state.ranks.new_control_group(self._groups)
+        group = lz_state.ranks.new_control_group(_WHAT, self._groups)
         self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
         newest = max((int(token[:10]) for token in list_tokens(self.folder)), default=-1)
         entries = [json.loads(text) for text in all_gather_text(self._comm, json.dumps([node, newest]))]

@@ -46,11 +46,8 @@ DTYPES = {  # names in the safetensors format
 }  # fmt: skip
 DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
-_PAIRS: dict[str, Callable[[Any], Any]] = {
-    "$dict": dict,
-    "$ordered": OrderedDict,
-    "$counter": lambda p: Counter(dict(p)),
-}
+_MAPPING_TAGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_MAPPINGS = {tag: kind for kind, tag in _MAPPING_TAGS.items()}
 _COMPARED = ("extra", "optimizer.shared_state")  # paths of full tensors that must be the same on all ranks
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default repr of an object, or of a truncated repr
@@ -145,7 +142,7 @@ class Encoder:
             with the sharding of such a parameter are allowed only in own entries of a :class:`MergeableValue`.
         tells: whether this rank writes its own entries of a :class:`MergeableValue`. If several ranks have equal own
             entries, only one of these ranks writes them.
-        tensors: by key, the tensors that the JSON refers to.
+        tensors: by key, the tensors that the JSON refers to. They stay alive, so that their ids in `_keys` stay valid.
         own: this rank's :class:`PerRank` values and own entries of :class:`MergeableValue`, as JSON, in encoding order.
         written: keys of the tensors that this rank writes: its shards, its own values, and on one rank the others.
         digests: by path, digests of all values that must be the same on all ranks.
@@ -191,7 +188,7 @@ class Encoder:
             return self._encode_mergeable_value(value, path)
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
-        if type(value) in (dict, OrderedDict, Counter):
+        if type(value) in _MAPPING_TAGS:
             return self._encode_mapping(value, path)
         if type(value) in (list, tuple):
             items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
@@ -208,8 +205,7 @@ class Encoder:
         self._record_digest(f"{path} (keys)", [repr(key) for key in value])
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(encoded)
-        tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[type(value)]
-        return {tag: [[_encode_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
+        return {_MAPPING_TAGS[type(value)]: [[_encode_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
 
     def _encode_numpy(self, value: Any, path: str) -> Any:
         if value.ndim == 0:
@@ -338,8 +334,8 @@ class Decoder:
     def _decode_tagged(self, tag: str, content: Any) -> Any:
         if tag == "$per_rank":
             return None if self.rank is None else self.decode(content[self.rank])
-        if tag in _PAIRS:
-            return _PAIRS[tag]([(self.decode(key), self.decode(item)) for key, item in content])
+        if tag in _MAPPINGS:
+            return _MAPPINGS[tag]({self.decode(key): self.decode(item) for key, item in content})
         if tag == "$tuple":
             return tuple(self.decode(item) for item in content)
         if tag == "$bytes":

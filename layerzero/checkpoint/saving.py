@@ -25,7 +25,7 @@ from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
 from layerzero.checkpoint.run_folder import clear_leftovers, rotate
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.extend import LayerZeroState, get_state, group_count_fields, require_equal, torch_compat
+from layerzero.extend import LayerZeroState, get_state, torch_compat
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 
@@ -197,13 +197,9 @@ def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
     A rank has no such group before its first background save, or after a collective of such a save has failed. The
     ranks first exchange whether they have one.
     """
-    model_ranks = lz_state.ranks
-    group_states = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
-    if staging.group is None or "lacks one" in group_states:
-        require_equal(
-            "checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=group_count_fields(model_ranks.ranks)
-        )
-        staging.group = model_ranks.new_control_group()
+    group_states = lz_state.ranks.all_gather_text("lacks one" if staging.group is None else "has one")
+    if "lacks one" in group_states:
+        staging.group = lz_state.ranks.new_control_group("checkpoint.save_async")
 
 
 def _write_staged(writer: SafetensorsWriter, staging: Staging) -> None:

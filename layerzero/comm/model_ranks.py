@@ -122,21 +122,17 @@ class ModelRanks:
     def control_group(self) -> dist.ProcessGroup:
         """Return the gloo group of all ranks; the first call creates it. All ranks must call this method."""
         if not self._control_group:
-            require_equal(
-                "process group for torch.distributed.checkpoint",
-                {},
-                ranks=self.ranks,
-                groups=group_count_fields(self.ranks),
-            )
-            self._control_group.append(self.new_control_group())
+            self._control_group.append(self.new_control_group("process group for torch.distributed.checkpoint"))
         return self._control_group[0].group
 
-    def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
+    def new_control_group(self, subject: str, groups: ModelGroups | None = None) -> HeldGroup:
         """Create another gloo group of all ranks, for a separate thread. All ranks must call this method.
 
         Args:
+            subject: what the group is for, which starts the message if other ranks create other groups.
             groups: owner of the new group. If it is None, the model owns the group.
         """
+        require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(self.ranks))
         return _new_gloo_group(
             groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group
         )

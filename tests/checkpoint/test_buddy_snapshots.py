@@ -197,6 +197,10 @@ def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(rank: 
         flip_bit(max(_home(_node(tmp_path, 2)).iterdir()) / "rank-00002.safetensors")
     dist.barrier()
     assert _extra(_buddies(tmp_path, again, its_optimizer)) == 3
+    # No rank goes on to another snapshot if one rank finds an error that is no damage.
+    found = ValueError("another model") if rank == 1 else checkpoint.CheckpointError("damaged")
+    with mock.patch.object(keeper, "_load", side_effect=found), pytest.raises((ValueError, checkpoint.CheckpointError)):
+        keeper.load()
 
 
 @on_ranks()
