@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -184,7 +185,9 @@ def test_a_write_that_fails_or_is_wrong_replaces_and_deletes_nothing(rank: int, 
     again, its_optimizer = sharded_net(2, seed=1)
     assert checkpoint.load(tmp_path / "step-1", again, its_optimizer) == {"step": 1}
     assert not different(everything(again, its_optimizer), states[1])
-    checkpoint.save(tmp_path / "step-2", model, optimizer, keep_last=1)
+    with mock.patch.object(os, "posix_fadvise") as advised:
+        checkpoint.save(tmp_path / "step-2", model, optimizer, keep_last=1)
+    assert {call.args[1:] for call in advised.mock_calls} == {(0, 0, os.POSIX_FADV_DONTNEED)}, "of whole files"
     assert _shown(str(tmp_path)) == ["step-2"]
 
 
