@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from layerzero.comm.traffic_counters import Collective, TrafficCounters
 from layerzero.comm.waits import NamedWait, RankWaits, WaitMonitor, WaitState, find_stuck
 
 GATHER = {"row": (5, ["gather"])}  # launches on the group "row"
@@ -78,3 +79,11 @@ def test_ranks_are_stuck_only_if_their_waits_lasted_at_the_same_time() -> None:
         monitor._ask_all.return_value, monitor.ask.return_value = answers, answers | {1: _answer(again)}
         WaitMonitor._resolve(monitor, time.monotonic())
         assert monitor._accept.called is expected
+
+
+def test_an_order_of_gathers_ends_with_the_gather_that_is_waited_for() -> None:
+    counters = TrafficCounters()
+    for name in ("a", "b", "b", "c"):
+        counters.record(Collective.GATHER, "zero3", 0, name)
+    assert counters.gathers_up_to(Collective.GATHER, "b") == ("a", "b"), "c was launched ahead"
+    assert counters.gathers_up_to(Collective.GATHER_ORDER, "d") == ("a", "b", "c", "d")
