@@ -147,6 +147,7 @@ class GradientReducer:
             for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
                 grad_attribute.gradients.pass_reduces = reduces
+        self.queue.prefetch_next()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.
@@ -172,6 +173,7 @@ class GradientReducer:
             if handle.grads is not None:
                 handle.grads.apply_user_grads()
         gradients.wait_until_writable()
+        self.queue.record_exposed(gradients)
         with torch.no_grad():
             return gradients.incoming.expose(slot)
 

@@ -39,7 +39,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -56,13 +57,11 @@ class GradientStorage(ABC):
         lasting: True if an opened tensor stays valid when other storages are opened.
         fixed: True if :meth:`open` always returns the same tensor.
         returns_memory: True if the memory is returned to the allocator after a pass.
-        guard: lock that prevents other storages from reusing the memory.
     """
 
     lasting = True
     fixed = False
     returns_memory = False
-    guard: AbstractContextManager[object] = nullcontext()
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel = numel
@@ -72,9 +71,6 @@ class GradientStorage(ABC):
     def nbytes(self) -> int:
         """Number of bytes currently allocated on the device for this storage alone."""
         return 0
-
-    def lease(self, leases: ExitStack) -> None:  # noqa: B027 - the memory of most storages never moves
-        """Keep the memory in place until `leases` is closed, because a collective reads it or adds its result to it."""
 
     def lend_send_buffer(
         self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
@@ -93,7 +89,6 @@ class GradientStorage(ABC):
             leases.callback(pool.release, tensor)
         else:
             leases.callback(self.close, keep=False)
-            self.lease(leases)
         return tensor
 
     @abstractmethod
@@ -249,20 +244,30 @@ class AliasedStorage(GradientStorage):
         self.state = AliasState.IN_PLACE
 
 
-class HostStorage(GradientStorage):
-    """Storage whose gradient is accumulated on the device and kept on the host; see [Note: Optimizer on the host]."""
+class StagedStorage(GradientStorage):
+    """Storage whose contents are kept on the host, and are on the device while the storage is open.
+
+    :meth:`close` does not wait for the copy to the host. Its event guards the memory on both sides.
+    """
 
     lasting = False
 
-    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies) -> None:
         super().__init__(numel, dtype)
         self._transfers = transfers
-        self._pool = pool  # provides scratch buffers on the device
-        self.returns_memory = isinstance(pool, DeviceBufferPool)
-        self._host: Tensor | None = None
+        self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
         self._stored: StreamEvent = None  # event of the last copy to the host
-        self._device: Tensor | None = None  # scratch buffer while the storage is open
+        self._device: Tensor | None = None  # [numel], while the storage is open
+        self._awaited: Sequence[StreamEvent] = ()  # events for which each use of `_device` must wait
         self._stream_uses = StreamUses(transfers.module)
+
+    @abstractmethod
+    def _acquire(self) -> tuple[Tensor, Sequence[StreamEvent]]:
+        """Return memory on the device, [numel], and the events after which it may be used."""
+
+    @abstractmethod
+    def _release(self, device: Tensor, after: Sequence[StreamEvent]) -> None:
+        """Return the memory of :meth:`_acquire`, which may be reused after the events."""
 
     @property
     def host_bytes(self) -> int:
@@ -274,27 +279,50 @@ class HostStorage(GradientStorage):
         return self._host
 
     def open(self, *, keep: bool) -> Tensor:
-        if self._device is None:
-            self._device = self._pool.acquire(self.numel, self.dtype)
-            if keep:
-                fetched = self._transfers.copy(self._device, self.stored_tensor(), to_host=False, after=(self._stored,))
-                self._transfers.wait(fetched)
+        device = self._fetch(keep=keep)
+        for mark in self._awaited:
+            self._transfers.wait(mark)
         self._stream_uses.record_use()
+        return device
+
+    def _fetch(self, *, keep: bool) -> Tensor:
+        """Return memory on the device, which may be used after the events in `_awaited`."""
+        if self._device is None:
+            self._device, self._awaited = self._acquire()
+            if keep:
+                assert self._host is not None, "contents must be kept, but were never stored"
+                after = (self._stored, *self._awaited)
+                self._awaited = (self._transfers.copy(self._device, self._host, to_host=False, after=after),)
         return self._device
 
     def close(self, *, keep: bool) -> None:
         if self._device is None:
             return
         device, self._device = self._device, None
-        uses = self._stream_uses.record_events()
+        self._stream_uses.record_use()  # a collective that reads the memory may end on another stream than its launch
+        after: Sequence[StreamEvent] = (*self._awaited, *self._stream_uses.record_events())
         if keep:
-            self._stored = self._transfers.copy(self.stored_tensor(), device, to_host=True, after=uses)
-            self._transfers.wait(self._stored)  # the scratch buffer is reused only after the copy
-        else:
-            for mark in uses:
-                self._transfers.wait(mark)
-        self._pool.release(device)
+            self._stored = self._transfers.copy(self.stored_tensor(), device, to_host=True, after=after)
+            after = (self._stored,)
+        self._release(device, after)
 
     def wait_for_host(self) -> None:
         stored, self._stored = self._stored, None
         self._transfers.finish(stored)
+
+
+class HostStorage(StagedStorage):
+    """Final gradient that is kept on the host, and computed in a scratch buffer; see [Note: Optimizer on the host]."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
+        super().__init__(numel, dtype, transfers)
+        self._pool = pool
+        self.returns_memory = isinstance(pool, DeviceBufferPool)
+
+    def _acquire(self) -> tuple[Tensor, Sequence[StreamEvent]]:
+        return self._pool.acquire(self.numel, self.dtype), ()
+
+    def _release(self, device: Tensor, after: Sequence[StreamEvent]) -> None:
+        for mark in after:
+            self._transfers.wait(mark)
+        self._pool.release(device)

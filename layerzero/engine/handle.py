@@ -59,7 +59,7 @@ class Handle:
         originals: for each slot of `layout`, the parameter (or part of a parameter) that this handle shards, its
             (module, attribute) pairs, and its model-parallel spec. Values are copied, and the original storage is
             released.
-        label: name of the unit, for traces. Handles of the same unit share a slab; see gradient_offload.py.
+        label: name of the unit, for traces.
         precision: dtypes of masters, compute weights and gradients.
         reduction_spec: stages of the gradient reduction.
         mesh: communicators, transport and pools.

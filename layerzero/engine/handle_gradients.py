@@ -141,7 +141,7 @@ class HandleGradients:
 
     def _separate_accumulator(self, dtype: torch.dtype) -> GradientBuffer:
         extent, grid = self.spec.accumulator_extent, self.mesh_info.grid
-        storage = self._accumulators.make(self.label, grid.numel(self._layout, extent), dtype)
+        storage = self._accumulators.make(grid.numel(self._layout, extent), dtype)
         return GradientBuffer(self._layout, grid, extent, storage, rounds_once=True)
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
@@ -151,7 +151,7 @@ class HandleGradients:
         numel, is_sent = self.mesh_info.grid.numel(self._layout, extent), extent is Extent.FULL
         if extent is self.spec.accumulator_extent and self._separate is None:
             send_buffer = self.transport.send_buffer if is_sent else None
-            return self._accumulators.make(self.label, numel, dtype, send_buffer)
+            return self._accumulators.make(numel, dtype, send_buffer)
         is_sent = is_sent and dtype is self.spec.stages[0].wire_dtype  # otherwise, a rounded copy is sent
         return PooledStorage(numel, dtype, self.transport.send_scratch if is_sent else self.pool)
 
@@ -344,6 +344,7 @@ class HandleGradients:
         self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
             self.incoming.discard()
+        self.accumulator.close_until_write()  # it may be in one of the two slabs
 
     def target_buffer(self, stage: ReductionStage, *, is_last: bool) -> GradientBuffer:
         """Return the buffer to which the result of a stage is added.
@@ -487,13 +488,12 @@ class HandleReduction:
                 raise
 
     def _add_received(self, stage: ReductionStage, next_stage: ReductionStage | None = None) -> None:
-        """Add a collective's result, and launch `next_stage` without releasing the accumulator's slab in between."""
+        """Add a collective's result, and launch `next_stage`."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
-            with self.gradients.accumulator.storage.guard:
-                self._add_result(stage, pending)
-                if next_stage is not None:
-                    self._launch(next_stage, is_first=False)
+            self._add_result(stage, pending)
+            if next_stage is not None:
+                self._launch(next_stage, is_first=False)
 
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
@@ -514,7 +514,6 @@ class HandleReduction:
         for buffer in self._buffers_used_with_result(stage):
             if not buffer.storage.lasting:
                 buffer.storage.prefetch(keep=not buffer.untouched)
-                buffer.storage.lease(self._leases)
         try:
             self._pending = self._start(stage, sent, pool)
         except BaseException:

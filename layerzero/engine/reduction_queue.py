@@ -85,6 +85,9 @@ class ReductionQueue:
         self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_scratch)}
         lasting = all(each.accumulator.storage.lasting for each in self.order)
         self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
+        self._prefetches = not lasting
+        # Handles to whose accumulators kernels have added since reductions could be launched. See [Note: Two slabs].
+        self._exposed: set[HandleGradients] = set()
         self._waiting = dict.fromkeys(self.order)  # handles that this pass has not started, in order
         self._kept: WeakSet[GradientStorage] = WeakSet()  # accumulators that the streams keep until they are done
         self._unit_calls = 0  # calls of units in forward passes since the last backward pass
@@ -110,6 +113,18 @@ class ReductionQueue:
                 ready, inner = ready + inner, []
         for gradients in ready:
             self._start_next(gradients, across_replicas=across_replicas)
+        while self._exposed:
+            self._exposed.pop().incoming.close_until_write()
+
+    def prefetch_next(self) -> None:
+        """Prefetch the accumulator of the next handle if accumulators are offloaded. See [Note: Two slabs]."""
+        if self._prefetches and self._waiting:
+            next(iter(self._waiting)).prefetch()
+
+    def record_exposed(self, gradients: HandleGradients) -> None:
+        """Record that a kernel may add to the accumulator of a handle, which has not been launched since then."""
+        if self._prefetches:
+            self._exposed.add(gradients)
 
     def start_inner(self, ended: Iterable[HandleGradients | None], *, across_replicas: bool) -> None:
         """Start the reductions of those handles in `ended` that are ready, before the handles that precede them.
@@ -192,8 +207,10 @@ class ReductionQueue:
 
     def _start_next(self, gradients: HandleGradients, *, across_replicas: bool) -> None:
         del self._waiting[gradients]
+        self._exposed.discard(gradients)
         spec = gradients.spec
         self._start(gradients, spec.stages if across_replicas else spec.accumulating_stages)
+        self.prefetch_next()
 
     def _start(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self._reducing.append(gradients)

@@ -501,8 +501,6 @@ class Scheduler(Closable):
                 self._gather(caller.unit)
         backward.gathered_calls.add(call)
         self._gather(unit)
-        if self._config.offload.grads:
-            unit.prefetch_accumulators()
         later_calls = backward.active_calls_after(call)
         if not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
@@ -557,8 +555,6 @@ class Scheduler(Closable):
         recorded = call.preceding_calls(self._config.prefetch)
         for unit in self.prefetched_backward.get(call.unit, [preceding_call.unit for preceding_call in recorded]):
             self._gather(unit)
-        if recorded and self._config.offload.grads:  # there are two slabs
-            recorded[0].unit.prefetch_accumulators()
 
     def post_backward(self, call: UnitCall, gradients: object, *, reduces: bool = True) -> None:
         """End the backward pass of a call.

@@ -157,12 +157,6 @@ class Unit:
                 keys.discard(_storage_key(handle.weights.compute))
         return frozenset(keys) - {None}
 
-    def prefetch_accumulators(self) -> None:
-        """Prefetch the memory of gradient accumulators before gradients arrive."""
-        for handle in self.handles:
-            if handle.gradients is not None and handle.trainable:
-                handle.gradients.prefetch()
-
     def set_full_precision(self, enabled: bool) -> None:
         """Set whether later forward passes compute with gathered masters (`enabled` is True) or with compute weights.
 

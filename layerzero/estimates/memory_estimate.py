@@ -179,12 +179,10 @@ def _refresh_state_bytes(handle: HandleSpec, grid: ShardGrid, config: LayerZeroC
 def _accumulator_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
     """Return the sizes in bytes of the accumulators on the device and in host memory."""
     sizes = [
-        [
-            unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)
-            * handle.accumulator_dtype.itemsize
-            for handle in unit.handles
-            if handle.trainable and handle.reduction_spec.accumulator_extent is not Extent.ZERO1
-        ]
+        unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)
+        * handle.accumulator_dtype.itemsize
         for unit in units
+        for handle in unit.handles
+        if handle.trainable and handle.reduction_spec.accumulator_extent is not Extent.ZERO1
     ]
     return accumulator_bytes(sizes, offloaded=config.offload.grads)

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
-from layerzero.engine.gradient_offload import _Slabs
 from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
-from tests.support.late_transfers import late
+from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
     Step,
     different,
@@ -164,7 +163,7 @@ def test_a_final_gradient_and_later_contributions_never_mix(case: str, shared_me
 @on_ranks()
 def test_an_engine_that_does_not_wait_for_copies_is_noticed(rank: int) -> None:
     with (
-        mock.patch.object(_Slabs, "wait", lambda self, slab: None),
+        mock.patch.object(LateTransfers, "wait", lambda self, mark: None),
         pytest.raises(AssertionError, match="gradients of"),
     ):
         _run_odd_orders(rank, 2, "full", OFFLOADED, ["uur"])

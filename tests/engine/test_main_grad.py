@@ -93,7 +93,7 @@ def run(model: nn.Module, rank: int, step: int, micro_batches: int = 3) -> None:
 
 
 def shard(model: nn.Module, size: int = 2, **settings: Any) -> nn.Module:
-    return layerzero.shard_model(model, mesh=mesh_of(size), units=Layer, **({"accumulation": "full"} | settings))
+    return layerzero.shard_model(model, mesh=mesh_of(size), **({"accumulation": "full", "units": Layer} | settings))
 
 
 @pytest.mark.slow
@@ -112,6 +112,19 @@ def test_what_kernels_add_counts_once_in_every_micro_batch(rank: int) -> None:
             wrong = different(full_gradients(model), gradients_alone(net, step, 3))
             assert not wrong, (size, early, offload, step, wrong)
             model.zero_grad(set_to_none=step != 1)
+
+
+@on_ranks(world_size=WORLD)
+def test_what_kernels_add_for_a_late_reduction_leaves_its_slab(rank: int) -> None:
+    """The root's layer is the first whose gradient arrives, and the last that is reduced."""
+    with mock.patch("layerzero.sharding.shared_resources.HostDeviceCopies", LateTransfers):
+        model = shard(net(), units=["0", "1", "2"], offload=Offload(grads=True))
+    for step in range(2):
+        run(model, rank, step)
+        assert not different(full_gradients(model), gradients_alone(net, step, 3)), step
+        report = layerzero.memory(model)
+        assert report.measured["accumulator"] == report.predicted["accumulator"] > 0
+        model.zero_grad()
 
 
 class Twice(nn.Module):
