@@ -4,17 +4,20 @@
 Each rank of the ZeRO-3 group contributes a part of the result of a gather. If one rank gathers unit A while another
 rank gathers unit B, the result has the right size but wrong contents, or the backend aborts. A comparison before each
 gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers.
-The rank searches the history for the longest sequence that equals the latest gathers. Among sequences of equal length,
-it selects the most recent one. It predicts the gather that followed this sequence. Equal histories lead to equal
-predictions. If two ranks gather different units, the prediction of at least one of them is therefore wrong. A rank
-whose prediction is wrong or missing compares its next gather with those of the other ranks before it gathers. A loop
-with identical steps needs no comparisons after the first step.
+The rank compares the latest gathers with those before each of the last times at which it gathered the same unit. It
+selects the longest equal sequence and, among sequences of equal length, the most recent one. It predicts the gather
+that followed this sequence. The time for a prediction does not depend on the length of the history. Equal histories
+lead to equal predictions. If two ranks gather different units, the prediction of at least one of them is therefore
+wrong. A rank whose prediction is wrong or missing compares its next gather with those of the other ranks before it
+gathers. A loop with identical steps needs no comparisons after the first step.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,8 @@ from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.failure_report import CollectiveError, order_difference, publish_status
 
-_REMEMBERED = 4096  # length of the history that is searched for a repetition
+_REMEMBERED = 4096  # minimum length of the history that is kept
+_TRIED = 32  # number of earlier gathers of the same unit whose contexts are compared
 _CONTEXT = 64  # maximum length of a matching context
 _SHOWN = 6  # number of gathers that an error message lists for each rank
 
@@ -49,6 +53,7 @@ class GatherOrderCheck:
         self._names = tuple(names)
         self._comms = tuple(comms)
         self._history: list[int] = []  # past gathers, as indices into names
+        self._followers = [deque[int](maxlen=_TRIED + 1) for _ in self._names]  # numbers of the gathers after each unit
         self._repeats = -1  # index of the predicted next gather in the history, or -1 if there is no prediction
         self._count = 0  # number of gathers so far
         self._ranks = tuple(ranks)
@@ -70,12 +75,10 @@ class GatherOrderCheck:
             self._compare(unit)
         self._count += 1
         self._history.append(unit)
-        if predicted:
-            self._repeats += 1
-            if len(self._history) >= 2 * _REMEMBERED:
-                self._drop_old_history()
-        else:
-            self._repeats = self._predicted_index()
+        self._followers[unit].append(self._count)
+        self._repeats = self._repeats + 1 if predicted else self._predicted_index()
+        if len(self._history) >= 2 * _REMEMBERED:
+            self._drop_old_history()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
@@ -127,8 +130,8 @@ class GatherOrderCheck:
         """
         history, end = self._history, len(self._history)
         best, longest = -1, 0
-        for index in range(end - 1, 0, -1):  # history[index - 1] is compared with the latest gather
-            length = 0
+        for number in islice(reversed(self._followers[history[-1]]), 1, None):  # the first one is the next gather
+            index, length = number - self._count + end, 0
             limit = min(index, _CONTEXT)
             while length < limit and history[index - 1 - length] == history[end - 1 - length]:
                 length += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import time
 from functools import partial
 from typing import Any
@@ -128,6 +129,28 @@ def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -
         one_pass(model, rank, step)
     model.order = order if rank == odd else (0, 1, 2)
     return message_of(lambda: one_pass(model, rank, steps))
+
+
+class _CountedHistory(list):
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@on_ranks(world_size=2, shared_memory="off")
+def test_a_prediction_among_random_gathers_reads_a_bounded_part_of_the_history(rank: int) -> None:
+    """Experts that are units are gathered in an order that does not repeat itself."""
+    model = shard(blocks(2), size=2)
+    (order,), draw = get_state(model).scheduler._orders.values(), random.Random(0)
+    order._history = history = _CountedHistory()
+    most = 0
+    for _ in range(600):
+        history.reads = 0
+        order.check(draw.randrange(3))
+        most = max(most, history.reads)
+    assert len(history) == 600 and most < 400, most
 
 
 @pytest.mark.sample(3)
