@@ -456,12 +456,11 @@ def all_gather(
     assert after is None or comm.uses_streams
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
     with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as launched:
-        pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if not comm.is_gloo or (parts is None and comm.size > 2 and not only_reads_shard):
             function = (
                 partial(_all_gather_flat, out, shard, group=comm.group)
                 if parts is None
-                else _gather_unequal(comm, pieces, shard)
+                else _gather_unequal(comm, torch.split(out, list(parts)), shard)
             )  # see [Note: In-place gathers] and [Note: Unequal parts]
             work: Transfer = (
                 _StreamGather(comm, partial(function, async_op=False), (out, shard), after)
@@ -469,6 +468,7 @@ def all_gather(
                 else function(async_op=True)
             )
             return launched.attach_transfers(work)
+        pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
             pieces[comm.rank].copy_(shard)
         works = [
