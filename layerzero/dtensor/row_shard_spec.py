@@ -49,7 +49,7 @@ class RowShardSpec:
 
     name: str
     shape: tuple[int, ...]  # shape of all rows
-    bounds: tuple[int, ...]  # the rank at flat position k has rows [bounds[k], bounds[k + 1])
+    bounds: Sequence[int]  # the rank at flat position k has rows [bounds[k], bounds[k + 1])
     mesh_info: MeshInfo
     model_parallel: ModelParallelSpec | None = None  # None without model-parallel axes
 

@@ -29,7 +29,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import WeightStorage
-from layerzero.layout.flat_layout import FlatLayout, Slot
+from layerzero.layout.flat_layout import FlatLayout, RowBounds, Slot
 from layerzero.layout.shard_grid import Extent
 
 
@@ -172,9 +172,7 @@ class Handle:
             shape: shape of the parameter.
         """
         layout, mesh_info = self.layout, self.mesh_info
-        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(mesh_info.data_parallel)]
-        bounds = (*(rows.start for rows in rows_of), slot.rows)
-        spec = RowShardSpec(slot.name, shape, bounds, mesh_info, model_parallel)
+        spec = RowShardSpec(slot.name, shape, RowBounds(layout, slot), mesh_info, model_parallel)
         local = mesh_info.grid.slot_slice(layout, slot, Extent.ZERO1)
         return self.weights.master[local].view(len(spec.rows), *slot.shape[1:]), spec, local
 

@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, lcm, prod
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 _WIDTH = 8  # beam width of the search if the greedy order does not fit; 4 to 64 yield the same padding for known models
 _MANY = 16  # number of row lengths above which the search is cut short; no known model has that many
@@ -167,6 +167,44 @@ class FlatLayout:
         inside_stop = min(max(flat.stop - slot.offset, 0), slot.numel)
         start = _ceil_div(inside_start, row)
         return range(start, max(start, inside_stop // row))
+
+
+class RowBounds(Sequence[int]):
+    """Rows of a slot at which the ZeRO-1 shards begin, followed by the number of rows.
+
+    The bounds are computed when they are read. With thousands of ranks, most programs never read most of them.
+    """
+
+    def __init__(self, layout: FlatLayout, slot: Slot) -> None:
+        self._layout, self._slot = layout, slot
+
+    def __len__(self) -> int:
+        return self._layout.num_shards + 1
+
+    @overload
+    def __getitem__(self, k: int) -> int: ...
+    @overload
+    def __getitem__(self, k: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, k: int | slice) -> int | tuple[int, ...]:
+        if isinstance(k, slice):
+            return tuple(map(self._bound, range(len(self))[k]))
+        return self._bound(range(len(self))[k])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowBounds) and other._cuts == self._cuts:
+            return True
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def _cuts(self) -> tuple[object, ...]:
+        layout, slot = self._layout, self._slot
+        return slot.offset, slot.shape, layout.shard_numel, layout.num_shards, layout.bounds
+
+    def _bound(self, k: int) -> int:
+        layout, slot = self._layout, self._slot
+        return slot.rows if k == layout.num_shards else layout.rows_in(slot, layout.shard_range(k)).start
 
 
 def plan_layouts(

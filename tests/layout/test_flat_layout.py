@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.layout import flat_layout
-from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
+from layerzero.layout.flat_layout import FlatLayout, RowBounds, Slot, plan_layouts
 
 Params = list[tuple[str, tuple[int, ...]]]
 
@@ -111,6 +111,9 @@ def test_shards_hold_every_row_exactly_once_and_in_order(params: Params, num_sha
             pieces = [layout.rows_in(slot, shard) for shard in shards]
             assert pieces[0].start == 0 and pieces[-1].stop == slot.rows
             assert all(one.stop == next_one.start for one, next_one in pairwise(pieces))
+            bounds, expected = RowBounds(layout, slot), (*(piece.start for piece in pieces), slot.rows)
+            assert tuple(bounds) == expected and bounds[-1] == slot.rows and bounds[1::2] == expected[1::2]
+            assert bounds == RowBounds(layout, slot) == expected and bounds != (*expected[:-1], slot.rows + 1)
             for piece, shard in zip(pieces, shards, strict=True):
                 if len(piece) and slot.row_numel:
                     assert shard.start <= slot.offset + piece.start * slot.row_numel
