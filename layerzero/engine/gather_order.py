@@ -14,9 +14,10 @@ gathers. A loop with identical steps needs no comparisons after the first step.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -53,7 +54,8 @@ class GatherOrderCheck:
         self._names = tuple(names)
         self._comms = tuple(comms)
         self._history: list[int] = []  # past gathers, as indices into names
-        self._followers = [deque[int](maxlen=_TRIED + 1) for _ in self._names]  # numbers of the gathers after each unit
+        # By gather: numbers of the gathers that followed it.
+        self._followers: defaultdict[int, deque[int]] = defaultdict(partial(deque, maxlen=_TRIED + 1))
         self._repeats = -1  # index of the predicted next gather in the history, or -1 if there is no prediction
         self._count = 0  # number of gathers so far
         self._ranks = tuple(ranks)
