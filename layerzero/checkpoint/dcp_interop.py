@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -156,10 +157,17 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     if verify:
         manifest.verify()
     files = CheckpointFiles(manifest)
-    tree = files.contents.values(None)
+    keys: dict[Tensor, str] = {}
+
+    def stand_in(ref: StoredRef) -> Tensor:  # torch flattens a list only if it contains tensors
+        tensor = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
+        keys[tensor] = ref.key
+        return tensor
+
+    tree = torch_compat.tree_map_only(StoredRef, stand_in, files.contents.values(None))
     flat, _ = torch_compat.flatten_state_dict({key: value for key, value in tree.items() if value is not None})
-    names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, StoredRef)}
-    values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, StoredRef)}
+    names = {name: keys[leaf] for name, leaf in flat.items() if isinstance(leaf, Tensor)}
+    values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, Tensor)}
     return SafetensorsReader(files, names, values)
 
 

@@ -89,8 +89,9 @@ class StoredTensor:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-class StoredRef(Tensor):
-    """Meta tensor that stands for a stored tensor in decoded values until :func:`fill_refs` replaces it.
+@dataclass(frozen=True)
+class StoredRef:
+    """Reference to a stored tensor, which stands for the tensor in decoded values until :func:`fill_refs` replaces it.
 
     Attributes:
         key: key of the stored tensor.
@@ -99,22 +100,10 @@ class StoredRef(Tensor):
     """
 
     key: str
-    like: str | None
-    is_array: bool
-
-    def __eq__(self, other: object) -> bool:  # type: ignore[override]
-        return isinstance(other, StoredRef) and self.key == other.key
-
-    def __ne__(self, other: object) -> bool:  # type: ignore[override]
-        return not self == other
-
-    __hash__ = Tensor.__hash__
-
-    @staticmethod
-    def of(key: str, stored: StoredTensor, like: str | None = None, *, is_array: bool = False) -> StoredRef:
-        ref = torch.empty(stored.shape, dtype=stored.dtype, device="meta").as_subclass(StoredRef)
-        ref.key, ref.like, ref.is_array = key, like, is_array
-        return ref
+    shape: torch.Size
+    dtype: torch.dtype
+    like: str | None = None
+    is_array: bool = False
 
 
 def refs_in(values: Any) -> list[StoredRef]:
@@ -328,7 +317,8 @@ class Decoder:
         content = value[tag]
         if tag in ("$tensor", "$sharded", "$ndarray"):
             like = value["like"] if tag == "$sharded" else None
-            return StoredRef.of(content, self.tensors[content], like, is_array=tag == "$ndarray")
+            stored = self.tensors[content]
+            return StoredRef(content, torch.Size(stored.shape), stored.dtype, like, tag == "$ndarray")
         return self._decode_tagged(tag, content)
 
     def _decode_tagged(self, tag: str, content: Any) -> Any:

@@ -272,7 +272,7 @@ class RestorePlan:
         problems = {}
         for state_key, saved in values.items():
             for ref in refs_in(saved):
-                if ref.ndim and not is_owned and (problem := self._mismatch(ref, shape, ref.dtype)):
+                if ref.shape and not is_owned and (problem := self._mismatch(ref, shape, ref.dtype)):
                     problems[state_key] = problem
             if shape and saved is not None and _has_dims(current.get(state_key)) and not _has_dims(saved):
                 kind = _kind(saved)
@@ -419,14 +419,14 @@ class RestorePlan:
 
 
 def _has_dims(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+    return isinstance(value, (Tensor, StoredRef)) and len(value.shape) > 0
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, (Tensor, StoredRef)):
+        return "a number" if value.shape.numel() == 1 else "a tensor"
+    if isinstance(value, (bool, int, float)):
         return "a number"
-    if isinstance(value, Tensor):
-        return "a tensor"
     return "a list of values" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
 
 
