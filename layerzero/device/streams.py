@@ -16,13 +16,12 @@ their groups. With these backends, each operation therefore runs as soon as it i
 [Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.
 Therefore the threads and the host share only pools, slabs and records of operations. Each of these has a lock, or one
-writer per entry. The host itself launches the first collective of a reduction, in program order, because this
-collective needs the accumulators in a slab. If a thread copied the accumulators to a slab later, the thread might reuse
-the slab to which the next gradients are being written. An error in a thread is stored, and dependent operations are
-skipped. The host raises the error at the end of the backward pass. After a collective has failed, training cannot
-continue. The host therefore raises such an error as soon as it enqueues more work or waits for a thread. If the host is
-waiting for a gather at that time, the gather also fails. The error of the gather is more informative, because it names
-the ranks that are in another collective.
+writer per entry. The host itself launches the first collective of a reduction, in program order, because two slabs
+serve the accumulators in this order. If threads acquired slabs later, the accumulators of more handles could be on the
+device. An error in a thread is stored, and dependent operations are skipped. The host raises the error at the end of
+the backward pass. After a collective has failed, training cannot continue. The host therefore raises such an error as
+soon as it enqueues more work or waits for a thread. If the host is waiting for a gather at that time, the gather also
+fails. The error of the gather is more informative, because it names the ranks that are in another collective.
 """
 
 from __future__ import annotations

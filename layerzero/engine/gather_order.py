@@ -26,7 +26,7 @@ from torch import Tensor
 
 from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Collective, Communicator, all_gather
-from layerzero.comm.failure_report import CollectiveError, order_difference, publish_status
+from layerzero.comm.failure_report import CollectiveError, format_order, order_difference, publish_status
 
 _REMEMBERED = 4096  # minimum length of the history that is kept
 _TRIED = 32  # number of earlier gathers of the same unit whose contexts are compared
@@ -91,9 +91,9 @@ class GatherOrderCheck:
         orders = {rank: status.gathers for rank, status in error.elsewhere.items()}
         if not orders or not all(orders.values()):
             return error
-        peer_orders = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
-        own_order = " -> ".join(map(repr, error.status.gathers))
-        return RuntimeError(order_difference({dist.get_rank(): own_order} | peer_orders) + self._note)
+        orders[dist.get_rank()] = error.status.gathers
+        listed = {rank: format_order(order) for rank, order in orders.items()}
+        return RuntimeError(order_difference(listed) + self._note)
 
     def _compare(self, unit: int) -> None:
         message = gathered = torch.tensor([self._count, unit])
@@ -102,7 +102,7 @@ class GatherOrderCheck:
         if gathered.view(-1, 2).ne(message).any():
             counts, units = gathered.view(-1, 2).unbind(1)
             orders = {
-                rank: self._format_units([*self._history[-_SHOWN + 1 :], peer_unit])
+                rank: format_order([self._names[unit] for unit in (*self._history[-_SHOWN + 1 :], peer_unit)])
                 + ("" if count == self._count else ", later")
                 for rank, count, peer_unit in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
@@ -121,9 +121,6 @@ class GatherOrderCheck:
         if status is not None:
             publish_status(replace(status, passed=True))
         return gathered
-
-    def _format_units(self, units: Sequence[int]) -> str:
-        return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _predicted_index(self) -> int:
         """Return the index of the gather that followed the best match of the latest gathers, or -1 without a match.

@@ -159,6 +159,25 @@ def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device(rank: in
     assert measured["host_accumulator"] == measured["accumulator"] == 0 < measured["gradient_shard"]
 
 
+def _raise(_: torch.Tensor) -> None:
+    raise LookupError
+
+
+@on_ranks(world_size=WORLD)
+def test_a_failed_backward_returns_its_slabs(rank: int) -> None:
+    with late():
+        model = shard(blocks(4), accumulation="full", offload=Offload(grads=True))
+    for number in range(3):
+        hook = model.units[number].linear.weight.register_hook(_raise)
+        with pytest.raises(LookupError):
+            one_pass(model, rank, 0)
+        hook.remove()
+        model.zero_grad()
+    one_pass(model, rank, 0)
+    report = layerzero.memory(model)
+    assert report.measured["accumulator"] == report.predicted["accumulator"] > 0
+
+
 @on_ranks(world_size=2)
 def test_without_a_device_there_is_one_warning(rank: int) -> None:
     with pytest.warns(
