@@ -100,6 +100,20 @@ def test_a_slab_is_reused_after_its_last_use_on_another_stream(rank: int) -> Non
             assert read.eq(1).all()
 
 
+@on_ranks(world_size=1)
+def test_an_accumulator_returns_to_the_device_after_it_was_stored(rank: int) -> None:
+    """The copies in the two directions run on different streams."""
+    with Device().installed():
+        allocator = AccumulatorAllocator(CPU, DeviceCopies(CPU))
+        storage, _ = (allocator.make(4, torch.float32) for _ in range(2))
+        for value in range(1, 11):
+            storage.open(keep=False).fill_(value)
+            storage.close(keep=True)
+            storage.prefetch(keep=True)
+            assert storage.open(keep=True).eq(value).all()
+            storage.close(keep=False)
+
+
 # The engine
 
 
