@@ -304,6 +304,8 @@ def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
         loading.start()
         if how == "queue":
             loaded.get()
+        elif how == "join":
+            loading.join()
         else:
             loading.finished.wait()
         train_step(model, optimizer, 2)
@@ -322,7 +324,7 @@ def _slow_save(model: nn.Module, optimizer: Any, folder: Path, *, seconds: float
         return checkpoint.save_async(folder / "step-2", model, optimizer)
 
 
-@pytest.mark.parametrize("how", ["queue", "event", "save"])
+@pytest.mark.parametrize("how", ["queue", "event", "join", "save"])
 def test_a_rank_that_waits_for_its_own_threads_is_not_stuck(how: str, tmp_path: Path) -> None:
     assert run_ranks(_late_through_a_thread, how, tmp_path, world_size=2, pg_timeout=60, shared_memory="off") == [0, 0]
 
