@@ -169,7 +169,7 @@ RECORDED: list[tuple[int, str, int, dict[str, Any], tuple[float, ...]]] = [
     (4, "full", 2, {"mp_policy": ALL16}, (2269016, 1279776, 132912, 132912)),
     (2, "local", 2, {}, (2045816, 1384832, 775320, 387660)),
     (16, "sharded", 1, {}, (1505728, 1298280, 0, 324570)),
-    (8, "sharded", 2, OFFLOADS, (1518992, 2423456, 66456, 672320)),
+    (8, "sharded", 2, OFFLOADS, (1508752, 2423456, 66456, 672320)),
     (4, "sharded", 1, {"mp_policy": NARROW}, (1845096, 1038624, 132912, 132912)),
     (4, "sharded", 2, {"codecs": Codecs(hop2=layerzero.Int8Blocks())}, (1910408, 2077248, 100392, 100392)),
     (4, "local", 1, {"offload": Offload(params=True)}, (1676088, 1038624, 199368, 199368)),
