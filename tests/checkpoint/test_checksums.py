@@ -23,7 +23,7 @@ from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, Chu
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, on_first_rank, sharded_net
 from tests.support.damaging import flip_bit
-from tests.support.models import different
+from tests.support.models import different, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 SMALL = ChecksumScheme("xxh3-128", 64)
@@ -138,8 +138,7 @@ def _large(zero3_size: int) -> tuple[nn.Module, Optimizer]:
 
 def _step(model: nn.Module, optimizer: Optimizer) -> None:
     model().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def _addresses(model: nn.Module, optimizer: Any) -> list[int]:

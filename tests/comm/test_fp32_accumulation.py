@@ -24,7 +24,7 @@ from layerzero.device.buffer_pools import BufferPool
 from tests.support import wrapped_gloo
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.late_backend import NAME, register
-from tests.support.models import different, full_parameters
+from tests.support.models import different, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.wrapped_gloo import WrappedGloo, mesh_on
 
@@ -40,9 +40,7 @@ def _steps(model: nn.Module, rank: int, optimizers: list[Any] | None = None) -> 
         for micro_batch in range(2):
             with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                 loss_of(model(batch(rank, step, micro_batch).float())).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     return full_parameters(model)
 
 

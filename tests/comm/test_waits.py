@@ -38,6 +38,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     train,
+    update,
 )
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
@@ -87,8 +88,7 @@ def _clip(model: nn.Module, optimizer: Any, folder: Path) -> None:
 def _goes_on(model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Step and train again; the last pass has no peer."""
     for step in range(4, 6):
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         one_pass(model, dist.get_rank(), step)
     optimizer.step()
 
@@ -100,8 +100,7 @@ def _no_backward(model: nn.Module, optimizer: Any, folder: Path) -> None:
             model(batch(dist.get_rank(), step))
         else:
             one_pass(model, dist.get_rank(), step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 SCENARIOS: dict[str, Callable[..., None]] = {

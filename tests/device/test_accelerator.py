@@ -21,7 +21,7 @@ from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import Device, DeviceCopies, Stream, on_device
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net, train
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net, train, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -252,5 +252,4 @@ def test_a_unit_that_is_called_directly_does_not_stay_gathered(rank: int) -> Non
             output = model.head(torch.ones(1, 6))
             assert not any(handle.weights.full_buffer.untyped_storage().nbytes() for handle in get_state(model).handles)
             output.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)

@@ -14,6 +14,7 @@ from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBuff
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.late_device import Device, Stream, register
+from tests.support.models import update
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -113,8 +114,7 @@ def test_a_steady_state_allocates_no_full_buffer(rank: int) -> None:
             for micro_batch in range(2):
                 with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                     one_pass(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             accumulated = pools.accumulators.device_bytes + pools.accumulators.host_bytes
             counts.append((pools.full.allocations, pools.full.cached_bytes, accumulated))
         assert pools.full.cached_bytes <= pools.full.limit
@@ -147,6 +147,5 @@ def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself(rank: int) -> No
             for micro_batch in range(2):
                 with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                     one_pass(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert len(steps[2]) >= 12 and steps[2] == steps[3] == steps[4], "who replays a graph finds the weights"

@@ -51,6 +51,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     train,
+    update,
 )
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
@@ -207,8 +208,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
                         loss.backward()
                         backwards += len(fresh) - before if step >= 2 else 0
                 layerzero.clip_grad_norm_(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
     made_in_all = layerzero.traffic(model).calls["metadata"]
     return _Waits(reads.count, synchronize.call_count, backwards, len(fresh) - backwards, len(old), made_in_all)
 
@@ -297,8 +297,7 @@ def test_a_refresh_and_a_reduction_between_replicas_do_not_overlap(rank: int) ->
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         for step in range(6):
             (model if step % 2 else model.units[0])(torch.ones(2, 5)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
 
 @on_ranks()
@@ -317,8 +316,7 @@ def test_reductions_do_not_overlap_with_other_collectives_of_their_communicators
                 with layerzero.no_sync(model):
                     integer_loss(model, integer_batch(step=step, rank=rank)).backward()
                 layerzero.refresh(model)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             assert layerzero.traffic(model).calls["unshard"]
 
 
@@ -425,8 +423,7 @@ def _outputs_in_full_precision(mesh: Any, rank: int) -> list[Tensor]:
     outputs = []
     for step in range(3):
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with torch.no_grad(), layerzero.full_precision(model):
             outputs.append(model(torch.ones(2, 5)).clone())
     return outputs
@@ -510,8 +507,7 @@ def test_the_computation_does_not_wait_for_reductions_inside_no_sync(rank: int) 
                     ), mode
                     # Once for each stream, and again after the order of reductions was agreed in the first step.
                     assert len(device.kept) == (0 if mode == "full" else 2 * (step + 1) * len(handles)), mode
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(optimizer)
             del model, optimizer, streams, handles
             gc.collect()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks, compare, shard
-from tests.support.models import TiedTransformer, full_parameters
+from tests.support.models import TiedTransformer, full_parameters, update
 from tests.support.ranks import on_ranks
 
 FP64 = torch.float64
@@ -28,8 +28,7 @@ def _step_in_backward(model: nn.Module, *, sharded: bool) -> None:
         optimizer = layerzero.shard_optimizer(inner, model) if sharded else inner
 
         def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
         parameter.register_post_accumulate_grad_hook(step)
 

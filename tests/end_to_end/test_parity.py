@@ -28,6 +28,7 @@ from tests.support.models import (
     integer_net,
     train_alone,
     union,
+    update,
 )
 from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, on_ranks, run_ranks
 
@@ -121,8 +122,7 @@ def train_exactly(rank: int, case: str, micro_batches: int, reference: Sequence[
         assert losses.tolist() == [loss.item() for loss in expected.losses], at
         wrong = different(full_gradients(model), expected.gradients)
         assert not wrong, f"{at}: gradients of {wrong}"
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         wrong = different(full_parameters(model), expected.parameters)
         assert not wrong, f"{at}: parameters {wrong}"
         assert_replicas_agree(model, at)
@@ -230,8 +230,7 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
                     losses, torch.stack(expected.losses), rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}"
                 )
                 gradients = full_gradients(model)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 parameters = full_parameters(model)
                 assert gradients.keys() == expected.gradients.keys(), case
                 for name, gradient in expected.gradients.items():
@@ -262,8 +261,7 @@ def _train_in_bf16(rank: int) -> None:
         optimizer = layerzero.shard_optimizer(adamw(model.parameters()), model)
         for step in range(STEPS):
             accumulate(model, [TiedTransformer.batch(step=step, rank=rank)], TiedTransformer.loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             case = f"S={zero3_size}, step {step}"
             assert_replicas_agree(model, case)
             assert_nothing_is_gathered(model, case)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.graphs import MODES, WORLD, Chain, assert_same_gradients, batch, blocks, loss_of, sgd, shard
-from tests.support.models import full_parameters
+from tests.support.models import full_parameters, update
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -63,9 +63,7 @@ def _train(rank: int, make: Callable[[], nn.Module], script: str, settings: dict
             _run(theirs, r, step + 5, script)
         assert_same_gradients(model, alone, (script, settings, step))
         assert layerzero.memory(model).measured["full_buffer"] == 0
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
 
 
 def _as_list(model: nn.Module) -> list[nn.Module]:
@@ -104,9 +102,7 @@ def test_chunks_that_are_models_of_their_own_train_like_one_process(rank: int, s
             _run(alone, r, step, script)
         for chunk, model in zip(chunks, alone, strict=True):
             assert_same_gradients(chunk, model, (script, step))
-        for optimizer in (*ours, *theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*ours, *theirs)
 
 
 def _prefer(rank: int, order: str) -> dict[str, Tensor]:
@@ -122,8 +118,7 @@ def _prefer(rank: int, order: str) -> dict[str, Tensor]:
         scores = scores if order == "chosen first" else scores[::-1]
         margin = (scores[0] - anchors[0]) - (scores[1] - anchors[1])
         (-torch.nn.functional.logsigmoid(0.01 * margin)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return full_parameters(policy)
 
 
@@ -142,8 +137,7 @@ def _alone(rank: int) -> dict[str, Tensor]:
         for r in range(WORLD):
             scores = [loss_of(policy(batch(r, step, m))) - loss_of(reference(batch(r, step, m))) for m in (0, 1)]
             (-torch.nn.functional.logsigmoid(0.01 * (scores[0] - scores[1])) / WORLD).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return {name: p.detach() for name, p in policy.named_parameters()}
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from tests.support.models import full_gradients, full_parameters
+from tests.support.models import full_gradients, full_parameters, update
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -99,8 +99,7 @@ def sharded(at: Ranks, net: nn.Module, **settings: Any) -> tuple[nn.Module, laye
 
 def step_of(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -264,8 +263,7 @@ def optimizer_in_the_backward(at: Ranks) -> Outcome:
 
     def step(parameter: Tensor) -> None:
         stepped.append(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     model.weight.register_post_accumulate_grad_hook(step)
     for last in (False, False, True):
@@ -441,8 +439,7 @@ def epoch_that_ends_inside_a_window(at: Ranks) -> Outcome:
             in_window = 4 if micro_batch < 4 else 1
             (model(torch.ones(1, 2, dtype=FP64)).sum() / in_window).backward()
         if micro_batch % 4 == 3 or micro_batch == 4:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     return Outcome(torch.full((1, 2), 0.5), model.weight)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import layerzero
+from tests.support.models import update
 from tests.support.ranks import BOTH_SHARED_SLOW, run_ranks
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 8, 2, 4, 3
@@ -56,8 +57,7 @@ def _alone(layers: int, replicas: int) -> dict[str, Tensor]:
         for replica in range(replicas):
             inputs, targets = batch(step, replica)
             (loss_of(net(inputs), targets) / replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return {name: parameter.detach() for name, parameter in net.named_parameters()}
 
 
@@ -101,9 +101,7 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
             layerzero.traffic(chunk, reset=True)
         with layerzero.no_sync(chunks[0][1]), layerzero.no_sync(chunks[-1][1]):  # step() reduces, once
             schedule.step(*([inputs] if pipeline == 0 else []), target=targets if pipeline == 1 else None)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         for _, chunk in chunks:
             calls = layerzero.traffic(chunk).calls
             if zero3_size == 1:

@@ -31,7 +31,7 @@ from tests.support.bits import assert_equal_bits
 from tests.support.checkpointing import WithBuffers
 from tests.support.graphs import WIDTH
 from tests.support.late_transfers import late
-from tests.support.models import TiedTransformer, full_parameters, integer_batch, integer_loss
+from tests.support.models import TiedTransformer, full_parameters, integer_batch, integer_loss, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
@@ -68,8 +68,7 @@ def build(size: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tu
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     TiedTransformer.loss(model, TiedTransformer.batch(step=step, rank=rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def streamed(model: nn.Module, **settings: Any) -> dict[str, Tensor]:
@@ -197,8 +196,7 @@ def test_tensor_parallel_parameters_are_full(rank: int) -> None:
         sender, receiver = layerzero.WeightSender(model, bucket_bytes=50), layerzero.WeightReceiver()
         for step in range(3):
             integer_loss(model, integer_batch(step=step, rank=mesh["dp"].get_local_rank())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             ours = streamed(model, bucket_bytes=50)
             assert_equal_bits(ours, full_parameters(model), (size, step))
             first = streamed(model, bucket_bytes=50, rank0_only=True)
@@ -216,8 +214,7 @@ def test_parameters_on_several_meshes_are_full(rank: int) -> None:
         model, optimizer = shard_experts(2, size, expert_size=expert_size)
         for step in range(3):
             integer_loss(model, integer_batch(rank=rank, step=step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             ours = streamed(model)
             parameters = full_parameters(model)
             assert_equal_bits({name: ours[name] for name in parameters}, parameters, (expert_size, size, step))
@@ -549,8 +546,7 @@ def test_frozen_weights_are_sent_once(rank: int) -> None:
         assert_equal_bits(receiver.tensors, streamed(model, rank0_only=True), step)
         assert sender.nbytes == (3 * 64 * 2 * 2 if rank == 0 else 0), "only adapters have previous values"
         model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 class Odd(torch.Tensor):

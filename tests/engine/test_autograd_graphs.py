@@ -60,6 +60,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
     union,
+    update,
 )
 from tests.support.ranks import BOTH, mesh_of, on_ranks
 
@@ -284,8 +285,7 @@ def _train(rank: int, make: Callable[[], nn.Module] = blocks, disturb: Sequence[
             assert layerzero.memory(model).measured["full_buffer"] == 0 or "reshard_after_forward" in settings, step
         layerzero.traffic(model, reset=True)
         one_pass(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return full_parameters(model), layerzero.traffic(model).calls.get("gather", 0)
 
 
@@ -445,8 +445,7 @@ def test_nothing_grows_over_steps_and_a_deleted_model_is_freed(rank: int) -> Non
     counts = []
     for step in range(50):
         (IN_FLIGHT if step % 3 == 0 else one_pass)(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if step in (16, 49):
             counts.append(_live_tensors())
     # Timing decides which scratch buffers were used; a leak would be at least one tensor per step.
@@ -491,9 +490,7 @@ def test_two_models_of_one_mesh_may_share_a_backward(rank: int) -> None:
             (integer_loss(each[0], given) + integer_loss(each[1], given)).backward()
         for model, net in zip(models, alone, strict=True):
             assert not different(full_gradients(model), {name: p.grad for name, p in net.named_parameters()}), step
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         for model, net in zip(models, alone, strict=True):
             assert not different(full_parameters(model), dict(net.named_parameters())), step
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 import layerzero
 from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
-from tests.support.models import different, full_parameters
+from tests.support.models import different, full_parameters, update
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -136,8 +136,7 @@ def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[s
         with layerzero.no_sync(model):
             one_pass(model, rank, step)
         one_pass(model, rank, step + 10)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     assert layerzero.memory(model).measured["full_buffer"] == 0, settings
     return full_parameters(model)
 
@@ -180,8 +179,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(rank: int) -> None:
                         model.zero_grad()
                 one_pass(model, rank, step)
                 assert all(p.grad is not None for p in model.parameters()), (place, forgets)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             assert layerzero.memory(model).measured["full_buffer"] == 0
             results.append(full_parameters(model))
         assert not different(*results), (place, forgets)

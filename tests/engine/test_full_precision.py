@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import Codecs, PrecisionPolicy
 from layerzero.engine.hooks import get_state
-from tests.support.models import full_parameters
+from tests.support.models import full_parameters, update
 from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -78,8 +78,7 @@ def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
     model.train()
     loss = model(torch.randn(4, 5)).float().square().sum()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     return loss.detach()
 
 

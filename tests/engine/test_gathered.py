@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from tests.support.graphs import message_of
 from tests.support.launches import by_communicator, launches_of
-from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union
+from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -203,9 +203,7 @@ def _same_as_alone(rank: int, way: str, *, tied: bool, size: int = 2, **settings
             assert layerzero.memory(model).measured["full_buffer"] == 0, (case, step)
         wrong = different(full_gradients(model), {name: p.grad for name, p in net.named_parameters()})
         assert not wrong, f"{case}, step {step}: gradients {wrong}"
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(ours, theirs)
     assert_same_bits(model, net, case)
 
 
@@ -322,8 +320,7 @@ def _launches(rank: int) -> list[dict[str, list[tuple[str, str]]]]:
         launches = launches_of(model)
         for step, way in enumerate((of_all, in_flight, recomputed_around, unequal, unequal)):
             way(model, batch(step, 0, rank))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         logs.append(by_communicator(launches))
     return logs
 
@@ -382,8 +379,7 @@ def test_what_would_change_weights_is_refused_and_old_graphs_are(rank: int) -> N
             with pytest.raises(RuntimeError, match=text):
                 change()
         assert model.head.weight.shape == (VOCABULARY, WIDTH) and not hasattr(model.head.weight, "device_mesh")
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     hidden = model(data[0])
     with layerzero.gathered(model.head):
         loss = loss_of(model, hidden, data[1])

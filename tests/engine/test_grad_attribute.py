@@ -36,6 +36,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
+from tests.support.models import update
 from tests.support.ranks import on_ranks, run_ranks
 
 
@@ -52,9 +53,7 @@ def _scale(model: nn.Module, factor: float) -> None:
 
 
 def _step(*optimizers: Any) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    update(*optimizers)
 
 
 class Uneven(nn.Module):

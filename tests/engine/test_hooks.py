@@ -32,7 +32,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import full_gradients
+from tests.support.models import full_gradients, update
 from tests.support.ranks import on_ranks
 
 
@@ -139,9 +139,7 @@ def test_module_and_tensor_hooks_fire_as_in_one_process(
             for r in range(WORLD):
                 IN_FLIGHT(alone, r, step)
             assert_same_gradients(model, alone, (when, settings, step))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(*optimizers)
         assert logs[0] and {key: count * WORLD for key, count in logs[0].items()} == dict(logs[1]), (when, settings)
 
 

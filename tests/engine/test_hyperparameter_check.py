@@ -17,7 +17,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import HyperparameterCheck
 from tests.support.graphs import message_of
-from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
+from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 WORLD = 4
@@ -150,8 +150,7 @@ def _has_one_batch_fewer(rank: int) -> str:
             except RuntimeError as error:
                 return f"{batch}: {error}"
         if batch % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             schedule.step()
     return "nothing was raised"
 

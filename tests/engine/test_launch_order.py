@@ -16,7 +16,7 @@ import layerzero
 from layerzero import Offload
 from tests.support.late_device import NAME, Device, Stream, register
 from tests.support.launches import launches_of
-from tests.support.models import different, exact_sgd, full_parameters
+from tests.support.models import different, exact_sgd, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
@@ -118,8 +118,7 @@ def _train(model: nn.Module, rank: int, device: Device | None = None) -> tuple[l
                 x = torch.randint(-1, 2, (2, 4), generator=generator).float()
                 with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                     (model(x).square().sum() / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     log = launches.names
     return log, full_parameters(model)
 
@@ -190,6 +189,4 @@ def test_a_unit_that_is_used_again_is_reduced_once(rank: int, world_size: int, z
         for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=f"step {step}, {name}")
         assert layerzero.traffic(model).calls["hop2"] == 3, f"step {step}: one reduction for each unit"
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
+        update(optimizer, plain)

@@ -27,7 +27,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.used_params import UsedParamMap
 from tests.support.expert_programs import KINDS, ExpertNet, expert_mesh_of, expert_units, experts_mesh
-from tests.support.models import exact_sgd
+from tests.support.models import exact_sgd, update
 
 WORLD = 4
 END = "end of a backward"
@@ -129,8 +129,7 @@ def _launches_of(
                 choices = [choice, program[number - 1]][:forwards]
                 torch.stack([model(x, each).sum() for each in choices]).sum().backward()
             if number != 1:
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
     return log, found
 
 

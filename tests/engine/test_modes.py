@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import layerzero
 from tests.support.graphs import WORLD
-from tests.support.models import assert_close, full_gradients
+from tests.support.models import assert_close, full_gradients, update
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -76,9 +76,7 @@ def _train_both(
         theirs.backward()
         gradients = {name.replace("_orig_mod.", ""): grad for name, grad in full_gradients(model).items()}
         check(step, gradients, {name: p.grad for name, p in alone.named_parameters()})
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     assert layerzero.memory(model).measured["full_buffer"] == 0
 
 

@@ -15,14 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import layerzero
 from tests.support.logs import logged
-from tests.support.models import (
-    IntegerNet,
-    assert_same_bits,
-    backward,
-    backward_alone,
-    exact_sgd,
-    integer_net,
-)
+from tests.support.models import IntegerNet, assert_same_bits, backward, backward_alone, exact_sgd, integer_net, update
 from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
@@ -43,8 +36,7 @@ def test_the_model_has_no_sync_as_under_ddp_and_fsdp2(rank: int) -> None:
     for step in range(2):
         for number in range(2):
             backward_alone(net, 2 * step + number)
-        alone.step()
-        alone.zero_grad()
+        update(alone)
 
     def bound(model: nn.Module, first: bool) -> Any:
         return model.no_sync() if first else nullcontext()
@@ -65,8 +57,7 @@ def test_the_model_has_no_sync_as_under_ddp_and_fsdp2(rank: int) -> None:
             for number in range(2):
                 with quiet(model, number == 0):
                     backward(model, rank, 2 * step + number)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         assert layerzero.traffic(model).calls["hop2"] == 2 * 4, quiet
         assert_same_bits(model, net, quiet.__name__)
     model, _ = _shard()

@@ -35,7 +35,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import full_gradients, full_parameters
+from tests.support.models import full_gradients, full_parameters, update
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks
 
 FP64 = torch.float64
@@ -194,8 +194,7 @@ def test_divide_factors_that_differ_between_ranks_are_refused(rank: int) -> None
     with pytest.raises(RuntimeError, match=text):
         for step in range(4):
             one_pass(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "4", True])
@@ -325,8 +324,6 @@ def test_a_model_on_meta_is_initialized_unit_by_unit(rank: int, init: str) -> No
     for _ in range(2):
         model(x[rank]).pow(2).mean().backward()
         plain(x.flatten(0, 1)).pow(2).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ from tests.estimates.test_memory_estimate import needs_caching
 from tests.sharding.test_expert_parallel import integer_batch, integer_loss, shard
 from tests.support.expert_programs import Expert, ExpertNet, expert_mesh_of, expert_units, experts_mesh
 from tests.support.late_device import NAME, Device, register
-from tests.support.models import different, exact_sgd, full_gradients, full_parameters
+from tests.support.models import different, exact_sgd, full_gradients, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
@@ -68,8 +68,7 @@ def test_memory_is_as_predicted_with_several_meshes(rank: int) -> None:
         model, optimizer = shard(2, size, expert_size=expert_size)
         for step in range(3):
             integer_loss(model, integer_batch(rank=rank, step=step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, (expert_size, size)
     for (ep, size, expert_size), kind in itertools.product(((1, 4, 2), (2, 4, 2)), ("nested", "frozen", "flat")):
@@ -79,8 +78,7 @@ def test_memory_is_as_predicted_with_several_meshes(rank: int) -> None:
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         for _ in range(3):
             _loss(model, rank, "all").backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         report = layerzero.memory(model)
         assert {key: report.measured[key] for key in report.predicted} == report.predicted, (kind, ep, report)
 
@@ -163,9 +161,7 @@ def _programs(rank: int, cases: Sequence[tuple[str, Sequence[int], dict[str, Any
                 net = alone[rank % ep]
                 expected = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
                 assert not different(full_gradients(model), expected), (kind, settings, step)
-                for each in (optimizer, exact):
-                    each.step()
-                    each.zero_grad()
+                update(optimizer, exact)
                 assert not different(full_parameters(model), dict(net.named_parameters())), (kind, settings, step)
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import layerzero
 from layerzero.engine.hooks import get_state
+from tests.support.models import update
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
@@ -105,9 +106,7 @@ def _train(
         with layerzero.no_sync(model):
             loss_of(model, _batch(2 * step, rank)).backward()
         loss_of(model, _batch(2 * step + 1, rank)).backward()
-        for each in (optimizer, its_optimizer):
-            each.step()
-            each.zero_grad()
+        update(optimizer, its_optimizer)
     for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(
             parameter.full_tensor().detach(), expected.detach(), rtol=1e-12, atol=1e-12, msg=name

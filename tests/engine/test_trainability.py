@@ -31,7 +31,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import full_gradients
+from tests.support.models import full_gradients, update
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -116,8 +116,7 @@ def test_what_is_frozen_and_unfrozen_trains_like_one_process(rank: int, name: st
 def _traffic_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, int]:
     layerzero.traffic(model, reset=True)
     one_pass(model, rank, 0)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     return layerzero.traffic(model).calls
 
 
@@ -174,9 +173,7 @@ def test_what_is_frozen_between_backward_and_step_is_stepped_and_refreshed(rank:
             freeze(net, "units.0", "units.1.linear.bias", "scale")
             with torch.no_grad():
                 net(batch(rank, 1))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         torch.testing.assert_close(model(batch(0, 5)), alone(batch(0, 5)), rtol=1e-10, atol=1e-12)
 
 
@@ -189,8 +186,7 @@ def test_an_average_takes_in_what_is_unfrozen(rank: int) -> None:
         if step == 1:
             freeze(model)
         one_pass(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         ema.update()
         assert ("units.0.linear.weight" in ema.state_dict()["averages"]) == (step > 0)
     trained = model.units[0].linear.weight.full_tensor()

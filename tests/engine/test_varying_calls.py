@@ -33,7 +33,7 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import OptionalBias
+from tests.support.models import OptionalBias, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -116,8 +116,7 @@ def test_a_loop_that_repeats_itself_is_predicted(rank: int, evaluates: bool) -> 
         if evaluates and step % 3 == 2:
             with torch.no_grad():
                 model(torch.ones(1, WIDTH, dtype=torch.float64))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         counts.append(layerzero.traffic(model).calls.get("gather_order", 0))
     assert max(counts[2:]) <= (3 if evaluates else 0), counts
 

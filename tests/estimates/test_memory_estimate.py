@@ -26,7 +26,7 @@ from layerzero.engine.handle import GatherState, Handle
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
-from tests.support.models import TiedTransformer
+from tests.support.models import TiedTransformer, update
 from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
@@ -87,8 +87,7 @@ def _train(model: nn.Module, rank: int, micro_batches: Sequence[int], optimizer:
         for micro_batch in range(count):
             with layerzero.no_sync(model) if micro_batch + 1 < count else nullcontext():
                 loss_of(model(batch(rank, step, micro_batch).float())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return optimizer
 
 
@@ -355,8 +354,7 @@ def _peak(rank: int, sizes: Sequence[int]) -> None:
         optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
         for step in range(2):
             TiedTransformer.loss(model, TiedTransformer.batch(step=step, rank=rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         report = layerzero.memory(model)
         assert report.measured["optimizer"] > 0
         assert abs(report.measured_peak / report.predicted_peak - 1) < 0.03, (size, mode, settings, report)
@@ -386,8 +384,7 @@ def _addresses(rank: int) -> None:
             for step in range(6):
                 seen.append([])
                 loss_of(model(batch(rank, step).float())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
         assert [len(each) for each in seen] == [10] * 6 and 0 not in seen[-1], seen
         assert seen[2:] == [seen[2]] * 4, (prefetch, seen)
         forward, backward = seen[2][:5], seen[2][5:]

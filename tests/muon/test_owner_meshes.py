@@ -44,6 +44,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     union,
+    update,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -90,9 +91,7 @@ def _experts(rank: int, ep: int, size: int, expert_size: int, dtensor: bool, acc
         assert not different(full_gradients(model), expected(gradients)), step
         norm = layerzero.clip_grad_norm_(model, 1e9)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         assert not different(full_parameters(model), expected(dict(alone.named_parameters()))), step
 
 
@@ -157,9 +156,7 @@ def steps_of(model: nn.Module, optimizers: list[Any], batches: range, steps: ran
             later = hasattr(model, "no_sync") and number + 1 < len(batches)
             with layerzero.no_sync(model) if later else nullcontext():
                 (model(rows(batch, step), ("abcd", "abd", "acd")[step % 3]) * share).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
 
 
 def tensor_parallel(tp: int, size: int, **settings: Any) -> tuple[nn.Module, range]:
@@ -335,16 +332,14 @@ def stacks_alone(name: str, steps: int) -> tuple[nn.Module, list[Optimizer]]:
     theirs = STACKS[name](net)
     for step in range(steps):
         integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
-        theirs.step()
-        theirs.zero_grad()
+        update(theirs)
     return net, [theirs]
 
 
 def stacks_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     each = 4 // dist.get_world_size()
     integer_loss(model, union([integer_batch(step=step, rank=rank * each + i) for i in range(each)])).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def _saves_stacks(rank: int, path: str, name: str) -> None:
@@ -413,8 +408,7 @@ def _both_axes(rank: int, name: str) -> None:
     for step in range(3):
         share = [integer_batch(step=step, rank=r) for r in range(rank // 2 * 2, rank // 2 * 2 + 2)]
         integer_loss(model, union(share)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     expect(model, [optimizer], stacks_alone(name, 3), name)
 
 
@@ -474,7 +468,6 @@ def test_memory_is_as_predicted_with_owners_on_several_meshes(rank: int) -> None
         optimizer = owned_sgd(model)
         for step in range(3):
             integer_loss(model, integer_batch(rank=rank, step=step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, dtensor

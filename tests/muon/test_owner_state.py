@@ -20,7 +20,7 @@ import layerzero
 from layerzero import checkpoint
 from tests.muon.test_owner_step import CASES as FLAT
 from tests.muon.test_owner_step import Wide, matrices, owned_sgd, rows, shard_all
-from tests.support.models import LayerwiseScaling, different, full_parameters
+from tests.support.models import LayerwiseScaling, different, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -64,9 +64,7 @@ def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> 
     for step in steps:
         for batch in range(rank, BATCHES, world):
             (model(rows(batch, step)) * (world / BATCHES)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
 
 
 def flat(key: str, value: Any) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from layerzero.layout.shard_grid import Extent
 from layerzero.muon.owner_table import owners_of
 from tests.muon.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 from tests.support.late_backend import NAME, register
-from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
+from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -58,8 +58,7 @@ def a_step(model: nn.Module, optimizer: Any, micro_batches: int = 1) -> None:
     for number in range(micro_batches):
         with layerzero.no_sync(model) if number + 1 < micro_batches else nullcontext():
             model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 # Traffic

@@ -18,7 +18,7 @@ from tests.dtensor import test_tensor_parallel
 from tests.reliability.test_corruption_guard import BF16, flipped_in_turn
 from tests.sharding import test_expert_parallel
 from tests.support.bits import flip, places
-from tests.support.models import full_parameters, integer_batch, integer_loss
+from tests.support.models import full_parameters, integer_batch, integer_loss, update
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,7 @@ class _Run:
         integer_loss(self.model, integer_batch(step=step, rank=self._batch)).backward()
 
     def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer)
 
     def flip(self, what: str, number: int) -> bool:
         """Flip a bit of some handle, experts included; return whether this rank has any."""

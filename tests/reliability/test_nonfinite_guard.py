@@ -13,7 +13,7 @@ import layerzero
 from layerzero.utils.nonfinite import nonfinite_names
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
-from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
+from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -71,15 +71,11 @@ def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
     for step, value in enumerate((None, math.nan, None, math.inf, -math.inf, None)):
         _pass(model, rank, step, spoil={} if value is None else {1: value})
         before = full_parameters(model)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         assert (not different(full_parameters(model), before)) == (value is not None)
         if value is None:  # a run without the other batches
             _pass(plain, rank, step, spoil={})
-            for optimizer in theirs:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(*theirs)
         assert guard.in_a_row == (0, 1, 0, 1, 2, 0)[step]
         assert not different(full_parameters(model), full_parameters(plain)), step
     assert guard.skipped == 3
@@ -168,8 +164,7 @@ def test_an_evaluation_before_the_step_forgets_no_blame(rank: int) -> None:
         (loss * math.nan if (rank, step) == (1, 2) else loss).backward()
         with torch.no_grad():
             model(batch(rank, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     assert "rank 1" in guard.found and "rank 0" not in guard.found, guard.found
 
 
@@ -205,8 +200,7 @@ def test_where_one_optimizer_skips_all_do_for_that_batch(rank: int) -> None:
         _pass(model, rank, turn, spoil={1: math.inf}, where="first")
         before = full_parameters(model)
         for number in order:
-            optimizers[number].step()
-            optimizers[number].zero_grad()
+            update(optimizers[number])
         assert not different(full_parameters(model), before), f"where one skips, all do: {order}"
         assert guard.skipped == guard.in_a_row == turn + 1, "of a batch, it counts once"
     for order in ((1, 0), (0, 1)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero
-from tests.support.models import TiedTransformer
+from tests.support.models import TiedTransformer, update
 from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -20,8 +20,7 @@ def _printed(rank: int) -> tuple[str, str]:
     for step in range(2):
         layerzero.traffic(model, reset=True)
         TiedTransformer.loss(model, TiedTransformer.batch(step=step, rank=rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     report, traffic = layerzero.memory(model), layerzero.traffic(model)
     for collective in ("hop1", "hop2", "refresh"):
         assert traffic.predicted[collective] == traffic.bytes[collective], collective

@@ -18,7 +18,7 @@ from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.late_threads import late_threads
 from tests.support.launches import Launches, launches_of
-from tests.support.models import TiedTransformer
+from tests.support.models import TiedTransformer, update
 from tests.support.ranks import mesh_of, run_ranks
 
 UNITS = {"the root", *TiedTransformer.UNITS}
@@ -39,8 +39,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_b
             TiedTransformer.loss(model, TiedTransformer.batch(step=step, micro_batch=micro_batch)).backward()
     TiedTransformer.loss(model, TiedTransformer.batch(step=step, micro_batch=micro_batches)).backward()
     layerzero.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def nesting(launches: Launches) -> list[str]:
@@ -114,8 +113,7 @@ def _graphs(rank: int) -> None:
         launches = launches_of(model)
         for step in range(2):
             passes(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         found = nesting(launches)
         units = {unit.label for unit in get_state(model).units}
         for phase in ("forward", "backward"):

@@ -24,6 +24,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     union,
+    update,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -174,9 +175,7 @@ def train(ep: int, size: int, rank: int, *, dtensor: bool = True, **settings: An
         assert not different(full_gradients(model), expected if dtensor else mine(expected, ep, rank)), (step, settings)
         norm = layerzero.clip_grad_norm_(model, 1e9)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         expected = dict(alone.named_parameters())
         assert not different(full_parameters(model), expected if dtensor else mine(expected, ep, rank)), (
             step,
@@ -236,9 +235,7 @@ def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()
         integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
         assert not different(full_gradients(model), {name: p.grad for name, p in alone.named_parameters()}), step
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         assert not different(full_parameters(model), dict(alone.named_parameters()))
 
 
@@ -359,8 +356,7 @@ def test_a_scaler_of_plain_experts_alone_is_refused(rank: int) -> None:
 
 def _step(model: nn.Module, optimizer: Any, batches: Any) -> None:
     integer_loss(model, batches).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def _saves(rank: int, folder: Path) -> None:
@@ -438,9 +434,7 @@ def test_expert_data_and_tensor_parallel_together_train_as_one_process(rank: int
         norm = layerzero.clip_grad_norm_(model, 1e9)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
         assert not different(full_gradients(model), {name: p.grad for name, p in alone.named_parameters()})
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
+        update(optimizer, exact)
         assert not different(full_parameters(model), dict(alone.named_parameters()))
     state = layerzero.full_state_dict(model)
     assert not different(state, alone.state_dict() if rank == 0 else {})

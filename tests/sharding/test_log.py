@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero
-from tests.support.models import IntegerNet, integer_net
+from tests.support.models import IntegerNet, integer_net, update
 from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -42,8 +42,7 @@ def _log(rank: int) -> tuple[list[str], int]:
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters()), model)
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     predicted = layerzero.memory(model).predicted
     kinds = ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator")
     return lines.told, sum(predicted[kind] for kind in kinds)

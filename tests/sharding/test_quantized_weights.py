@@ -18,6 +18,7 @@ import layerzero
 from layerzero.checkpoint.whole_model_files import export_model
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
+from tests.support.models import update
 from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 FP64 = torch.float64
@@ -218,8 +219,7 @@ def _in_parts(rank: int, folder: Path) -> None:
         path = folder / kind.__name__
         model, optimizer = _adapted(kind, 0, 2)
         one_pass(model, rank, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         layerzero.checkpoint.save(path, model, optimizer)
         fresh, other = _adapted(kind, 1, 4)
         assert not torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
@@ -232,8 +232,7 @@ def _in_parts(rank: int, folder: Path) -> None:
                 assert torch.equal(one.weight.outer.numbers, two.weight.outer.numbers)
         for net, its_optimizer in ((model, optimizer), (fresh, other)):
             one_pass(net, rank, 1)
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+            update(its_optimizer)
         assert torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
     flat, nested = folder / "Flat", folder / "Nested"
     before = fresh.layers[0].weight.numbers.clone()

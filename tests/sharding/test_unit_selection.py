@@ -26,6 +26,7 @@ from tests.support.models import (
     integer_net,
     train,
     union,
+    update,
 )
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
@@ -153,9 +154,7 @@ def test_lists_of_modules_are_one_unit_each_beside_classes_and_names(rank: int) 
         gathers = layerzero.traffic(model).calls["gather"] - before  # the root's, the pair's, the head's
         assert gathers == 2 * 3 or step == 0, "from the second forward on it is known that the pair is called at once"
         integer_loss(alone, union([integer_batch(step=step, rank=each) for each in range(WORLD)])).backward()
-        for each in (optimizer, its):
-            each.step()
-            each.zero_grad()
+        update(optimizer, its)
     assert_same_bits(model, alone, "a pair")
 
 
@@ -234,8 +233,7 @@ def test_compiled_modules_may_be_units(rank: int) -> None:
             alone = exact_sgd(net.parameters())
             for step in range(2):
                 integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(2)])).backward()
-                alone.step()
-                alone.zero_grad()
+                update(alone)
             state = {
                 name.replace("_orig_mod.", ""): t
                 for name, t in layerzero.full_state_dict(whole, rank0_only=False).items()

@@ -25,6 +25,7 @@ from tests.support.models import (
     exact_sgd,
     full_parameters,
     integer_net,
+    update,
 )
 from tests.support.ranks import mesh_of, on_ranks
 
@@ -92,9 +93,7 @@ def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(
         for net in (model, together):
             backward(net, rank, step)
         backward_alone(alone, step, world_size=dist.get_world_size())
-        for optimizer in nets.values():
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*nets.values())
         assert_same_bits(model, alone, f"step {step}")
         assert not different(full_parameters(model), full_parameters(together))
     traffic, expected = layerzero.traffic(model), layerzero.traffic(together)

@@ -23,7 +23,7 @@ import layerzero
 from layerzero import Codecs, Float8Rows, Int4Blocks, Int4Difference, Int8Blocks
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
-from tests.support.models import different, full_parameters
+from tests.support.models import different, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.refreshes import BF16, Layer, Net
 
@@ -83,8 +83,7 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
                 loss = (model(x) - y).square().mean()
                 loss.backward()
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses
 
 

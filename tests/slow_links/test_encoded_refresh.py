@@ -29,21 +29,9 @@ from tests.slow_links.test_int4_difference import bound
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_threads import late_threads
-from tests.support.models import different, full_parameters
+from tests.support.models import different, full_parameters, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
-from tests.support.refreshes import (
-    BF16,
-    FP16,
-    WIDTH,
-    Layer,
-    Net,
-    is_refreshing,
-    load,
-    make_adamw,
-    make_muon,
-    refresh,
-    update,
-)
+from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, is_refreshing, load, make_adamw, make_muon, refresh
 from tests.support.wrapped_gloo import mesh_on
 
 INT4 = layerzero.Int4Difference()
@@ -68,7 +56,7 @@ def _backward(model: nn.Module, rank: int, step: int, micro_batches: int = 2) ->
 
 def _step(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, micro_batches: int = 2) -> float:
     loss = _backward(model, rank, step, micro_batches)
-    update(optimizers)
+    update(*optimizers)
     return loss
 
 
@@ -177,7 +165,7 @@ def _edit_before_the_step(model: nn.Module, optimizers: list[Optimizer], rank: i
     _backward(model, rank, step)
     with torch.no_grad():
         model.head.weight.mul_(0.75)
-    update(optimizers)
+    update(*optimizers)
 
 
 def _write_back(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
@@ -349,7 +337,7 @@ def _without_forward(rank: int, codec: Any, setting: str | None) -> list[list[st
             for _ in range(2):
                 for optimizer in own:
                     optimizer.step()
-            update(own)
+            update(*own)
         digests.append(_digests(models[-1]))
         if len(models) > 1:
             _assert_same(models, step)
@@ -398,13 +386,13 @@ def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
         return report.bytes.get("refresh", 0)
 
     _backward(model, rank, 0)
-    assert sent(lambda: update(optimizers)) == everything, "the first refresh"
+    assert sent(lambda: update(*optimizers)) == everything, "the first refresh"
     state = layerzero.full_state_dict(model)
     for step, operation in enumerate(
         (lambda: layerzero.refresh(model), lambda: layerzero.load_full_state_dict(model, state)), 1
     ):
         _backward(model, rank, step)
-        differences = sent(lambda: update(optimizers))
+        differences = sent(lambda: update(*optimizers))
         assert differences == encoded < 0.27 * everything if codec == INT4 else 0 < differences < 0.9 * everything
         assert sent(operation) == everything
 
@@ -420,7 +408,7 @@ def test_a_rank_can_ask_for_a_full_refresh(rank: int) -> None:
             with torch.no_grad():
                 rows.mul_(1.0)
         get_state(model).refreshes.deferred = deferred
-        update(optimizers)
+        update(*optimizers)
         get_state(model).refreshes.launch_due()
         parts = zip(_handles(model), _own_parts(model), strict=True)
         followed = {handle.label: torch.equal(*pair) for handle, pair in parts}
@@ -562,7 +550,7 @@ def _fingerprints(rank: int, size: int) -> list[Any]:
         flip(_handles(model)[1].weights.read_zero3(), 0, 9)
     found = layerzero.fingerprint(model).corruptions
     with pytest.raises(layerzero.SilentDataCorruption) as error:
-        update(optimizers)
+        update(*optimizers)
     assert error.value.recoverable
     guard.recover()
     assert _follows_masters(model) and layerzero.fingerprint(model).ok
@@ -572,7 +560,7 @@ def _fingerprints(rank: int, size: int) -> list[Any]:
         flip(_handles(model)[1].weights.master, 0, 9)
     assert layerzero.fingerprint(model).ok, "masters are not compared with compute weights"
     with pytest.raises(layerzero.SilentDataCorruption, match=r"masters of .* on rank 1"):
-        update(optimizers)
+        update(*optimizers)
     guard.close()
     return [(each.kind, each.ranks, each.detail) for each in found]
 

@@ -28,6 +28,7 @@ from tests.support.models import (
     integer_batch,
     integer_loss,
     integer_net,
+    update,
 )
 from tests.support.ranks import (
     BOTH_SHARED_EXHAUSTIVE,
@@ -138,9 +139,7 @@ def _train(model: nn.Module, rank: int, optimizers: list[Any] | None = None, ste
         for micro_batch in range(2):
             with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                 integer_loss(model, integer_batch(step=2 * step + micro_batch, rank=rank)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     return full_parameters(model)
 
 
@@ -238,8 +237,7 @@ def _sums(rank: int) -> None:
             for step in range(20):
                 found = torch.cat([g.flatten() for g in _gradients(model, rank).values()])
                 total, first = total + found, first if step else (found - exact).norm()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             errors[codec.feedback] = float((total - 20 * exact).norm() / first)
             assert bool(layerzero.memory(model).measured["residual"]) == codec.feedback
         assert errors[True] < 3 and errors[False] > 15, (size, mode, errors)
@@ -264,8 +262,7 @@ def _dropped(rank: int, folder: str) -> None:
     first = _gradients(model, rank)
 
     def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     def edit() -> None:
         with torch.no_grad():
@@ -327,8 +324,7 @@ def _of_some_parameters(rank: int) -> bool:
     optimizer = _still(model)
     before = _gradients(model, rank)
     model.get_parameter("second.bias").grad = None
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     changed = different(_gradients(model, rank), before)
     assert "second.weight" in changed, "a step has used a gradient of the handle"
     optimizer.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from tests.support.models import full_gradients
+from tests.support.models import full_gradients, update
 from tests.support.ranks import mesh_of
 
 WORLD, SIZE, WIDTH = 4, 2, 6
@@ -181,8 +181,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def train_step(model: nn.Module, optimizer: Any, step: int) -> None:
     one_pass(model, dist.get_rank(), step)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def trained(size: int = SIZE, steps: int = 2, **settings: Any) -> tuple[nn.Module, Any]:
@@ -241,8 +240,7 @@ def _compare_one(
         case.step(model, rank, step)
         _assert_gradients(model, gradients, (name, settings, step))
         assert layerzero.memory(model).measured["full_buffer"] == 0, (name, settings, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _train_alone(alone: nn.Module, case: Case) -> list[dict[str, Tensor]]:
@@ -252,8 +250,7 @@ def _train_alone(alone: nn.Module, case: Case) -> list[dict[str, Tensor]]:
         for rank in range(WORLD):
             case.step(alone, rank, step)
         found.append({name: gradient.clone() for name, gradient in _mean_gradients(alone).items()})
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return found
 
 

@@ -53,12 +53,6 @@ def make_muon(model: nn.Module) -> list[Optimizer]:
     ]
 
 
-def update(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
     state = layerzero.full_state_dict(model)
     layerzero.load_full_state_dict(model, {name: value * 0.5 for name, value in state.items()} if rank == 0 else {})

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import layerzero
 from benchmarks.optimizer_survey import builder
 from layerzero import checkpoint
-from tests.support.models import full_parameters
+from tests.support.models import full_parameters, update
 from tests.support.ranks import mesh_of, run_ranks
 
 STEPS = 3  # before the save, and after it
@@ -74,8 +74,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         torch.manual_seed(step)
         model(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _alone(name: str) -> dict[str, Tensor] | str:

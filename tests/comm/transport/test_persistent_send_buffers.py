@@ -29,6 +29,7 @@ from tests.support.models import (
     full_gradients,
     full_parameters,
     integer_net,
+    update,
 )
 from tests.support.ranks import every_nth_setting, on_ranks
 from tests.support.ranks import run_sharing as run_ranks
@@ -59,8 +60,7 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
                 loss.backward()
         layerzero.clip_grad_norm_(model, 1.0)  # which reduces what the last one left
         seen.append(full_gradients(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return [*seen, full_parameters(model)]
 
 
@@ -112,9 +112,7 @@ def test_a_neighbor_that_reads_late_reads_what_was_sent(rank: int) -> None:
             for micro_batch in (2 * step, 2 * step + 1):  # each of them reduces
                 backward(model, rank, micro_batch)
                 backward_alone(net, micro_batch, world_size=2)
-            for each in (optimizer, alone):
-                each.step()
-                each.zero_grad()
+            update(optimizer, alone)
     assert not different(full_parameters(model), dict(net.named_parameters()))
 
 

@@ -30,7 +30,7 @@ from tests.support.graphs import (
     sgd,
 )
 from tests.support.graphs import shard as shard_over
-from tests.support.models import different, full_parameters
+from tests.support.models import different, full_parameters, update
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -97,8 +97,7 @@ def _trained(rank: int, case: Case, **settings: Any) -> dict[str, Tensor]:
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(3):
         case.step(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert layerzero.memory(model).measured["full_buffer"] == 0
     return full_parameters(model)
 
@@ -165,8 +164,7 @@ def test_gathers_of_a_backward_are_among_two_ranks_and_counted(rank: int) -> Non
         assert layerzero.memory(model).measured["full_buffer"] == whole // 2, "a half on each of two ranks"
         forward = layerzero.traffic(model)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         traffic = layerzero.traffic(model)
         assert forward.bytes["gather"] == traffic.bytes["gather"] == whole * 3 // 4
         assert forward.calls.get("regather", 0) == 0 and traffic.calls["regather"] == len(sizes)

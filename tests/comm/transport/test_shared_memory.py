@@ -32,13 +32,7 @@ from layerzero.utils.machine import available_memory
 from tests.support.crashing import survivors
 from tests.support.graphs import batch, blocks, loss_of, message_of, one_pass, sgd, shard, train_step
 from tests.support.logs import logged
-from tests.support.models import (
-    IntegerNet,
-    assert_same_bits,
-    exact_sgd,
-    in_lockstep,
-    integer_net,
-)
+from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net, update
 from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 from tests.support.refreshes import is_refreshing
@@ -94,8 +88,7 @@ def test_what_is_read_in_the_memory_of_others_is_counted_by_formula(rank: int) -
                 with layerzero.no_sync(model):
                     loss_of(model(batch(rank, step, micro_batch))).backward()
             assert transport._rounds == rounds, "no round of writes in micro-batches"
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             assert transport._rounds == rounds + 1, "one round of writes per optimizer step"
             traffic = layerzero.traffic(model)
             # (size - 1) / size of each sum is read from other ranks' memory.

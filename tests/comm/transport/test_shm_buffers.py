@@ -20,7 +20,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.shared_memory.buffers import RING_BYTES, aligned_bytes
 from layerzero.shared_memory.counters import LINE, SharedCounters
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
-from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
+from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net, update
 from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 from tests.support.transports import numbered, shared_transport
@@ -202,8 +202,7 @@ def test_scratch_is_a_few_units_whatever_the_depth(rank: int) -> None:
             for micro_batch in range(2):
                 with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
                     loss_of(model(batch(rank, step, micro_batch).float())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             held.append(pool._used - RING_BYTES)
         if "accumulation" in settings:  # the sums themselves, in any dtype of the collective, and nothing else
             sums = sum(aligned_bytes(handle.layout.numel * 4) for handle in get_state(model).handles)
