@@ -122,18 +122,15 @@ def test_meshes_of_given_groups_train_as_one_process_unless_their_blocks_are_bad
         layerzero.shard_model(integer_net(), mesh=mesh, prefetch=2 if rank == 3 else 1)
 
 
-def _checkpoint(rank: int, folder: Path) -> None:
+@on_ranks(world_size=WORLD)
+def test_checkpoints_go_from_one_mesh_of_torch_to_another(rank: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-    layerzero.checkpoint.save(folder / "saved", model)
+    layerzero.checkpoint.save(tmp_path / "saved", model)
     other = layerzero.shard_model(integer_net(1), mesh=init_device_mesh("cpu", (4,)))
-    layerzero.checkpoint.load(folder / "saved", other)
+    layerzero.checkpoint.load(tmp_path / "saved", other)
     ours, theirs = full_parameters(model), full_parameters(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_checkpoints_go_from_one_mesh_of_torch_to_another(tmp_path: Path) -> None:
-    run_ranks(_checkpoint, tmp_path, world_size=WORLD)
 
 
 @on_ranks(world_size=WORLD)

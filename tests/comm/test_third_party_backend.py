@@ -77,7 +77,9 @@ def test_all_ranks_launch_alike_however_late_each_collective_is() -> None:
 # --- init_process_group(device_id=...) ---
 
 
-def _bound(rank: int) -> None:
+@on_ranks(world_size=WORLD, pg_timeout=20)
+def test_groups_of_some_ranks_are_not_split_off_from_all(rank: int) -> None:
+    """Check the splitting of groups without a backend that splits: torch first asks what to split."""
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     world = dist.group.WORLD
     assert world is not None
@@ -90,11 +92,6 @@ def _bound(rank: int) -> None:
             train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(2))
         assert world.bound_device_id == torch.device("cuda", 0)
     world.bound_device_id = None
-
-
-def test_groups_of_some_ranks_are_not_split_off_from_all() -> None:
-    """Check the splitting of groups without a backend that splits: torch first asks what to split."""
-    run_ranks(_bound, world_size=WORLD, pg_timeout=20)
 
 
 @on_ranks(world_size=WORLD)

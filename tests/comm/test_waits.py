@@ -40,7 +40,7 @@ from tests.support.models import (
     train,
     update,
 )
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
 ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the groups give up
 
@@ -395,7 +395,8 @@ def test_no_thread_is_in_the_store_when_the_process_ends(group: str) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-def _leaves_a_gather(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_the_end_of_a_process_waits_for_collectives_that_a_thread_has_left(rank: int) -> None:
     model = layerzero.shard_model(nn.Linear(2, 2), mesh=mesh_of(1), shared_memory="off")
     comm = get_state(model).mesh_info.replica_comm
     if rank == 1:
@@ -405,7 +406,3 @@ def _leaves_a_gather(rank: int) -> None:
         pending.wait(off_main_thread=True, may_wait=lambda: False)  # as a thread does when the process ends
     process_groups._await_in_flight()  # gloo's threads must not release tensors of an interpreter that has ended
     assert pending.done()
-
-
-def test_the_end_of_a_process_waits_for_collectives_that_a_thread_has_left() -> None:
-    run_ranks(_leaves_a_gather, world_size=2)

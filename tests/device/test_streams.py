@@ -555,7 +555,8 @@ def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
         assert used <= {tensor.data_ptr() for tensor in device.kept}, "a gather and refreshes may still use the memory"
 
 
-def _other_gathers(rank: int) -> None:
+@on_ranks()
+def test_encoded_gathers_and_regathers_change_no_bit(rank: int) -> None:
     """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
     register()
     mesh, bf16 = mesh_on(NAME, 4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -565,10 +566,6 @@ def _other_gathers(rank: int) -> None:
         with Device().installed() as device:
             _, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, device)
         assert not different(found, expected), settings
-
-
-def test_encoded_gathers_and_regathers_change_no_bit() -> None:
-    run_ranks(_other_gathers)
 
 
 @on_ranks()

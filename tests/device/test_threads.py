@@ -92,7 +92,11 @@ def _shard(model: nn.Module | None = None, zero3_size: int = 2, **settings: Any)
     return layerzero.shard_model(model, mesh=mesh_of(zero3_size), units=UNITS, **settings)
 
 
-def _fails(rank: int) -> None:
+@BOTH
+@on_ranks(world_size=2)
+def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right(
+    rank: int, shared_memory: str | None
+) -> None:
     model = _shard()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     add = PendingReduction.add_to
@@ -116,11 +120,10 @@ def _fails(rank: int) -> None:
 
 
 @BOTH
-def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right(shared_memory: str | None) -> None:
-    run_ranks(_fails, world_size=2, shared_memory=shared_memory)
-
-
-def _fails_between_reductions(rank: int) -> None:
+@on_ranks()
+def test_no_reduction_of_a_failed_backward_is_in_flight_after_the_recovery(
+    rank: int, shared_memory: str | None
+) -> None:
     """Raise in a backward pass after it has started the reductions of some units. The next forward pass recovers."""
     model = _shard()
     queue = get_state(model).gradients.queue
@@ -138,11 +141,6 @@ def _fails_between_reductions(rank: int) -> None:
         model.zero_grad()
         integer_loss(model, integer_batch(rank=rank))
     assert not any(gradients.reduction for gradients in queue.order) and not any(queue._events)
-
-
-@BOTH
-def test_no_reduction_of_a_failed_backward_is_in_flight_after_the_recovery(shared_memory: str | None) -> None:
-    run_ranks(_fails_between_reductions, shared_memory=shared_memory)
 
 
 def _fails_alone(rank: int) -> str:
@@ -252,7 +250,11 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
 
 
-def _ends(rank: int, shared_memory: str | None) -> None:
+@BOTH
+@on_ranks(world_size=4)
+def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model(
+    rank: int, shared_memory: str | None
+) -> None:
     before = len(_threads())
     model = _shard()
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -268,8 +270,3 @@ def _ends(rank: int, shared_memory: str | None) -> None:
     } | of_weights
     del model, optimizer
     assert within(30, lambda: len(_threads()) == before), "they end with it"
-
-
-@BOTH
-def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model(shared_memory: str | None) -> None:
-    run_ranks(_ends, shared_memory, world_size=4, shared_memory=shared_memory)

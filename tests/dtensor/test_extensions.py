@@ -216,7 +216,8 @@ def test_a_parameter_of_a_class_is_trained_as_in_one_process(run: Callable[..., 
     run(_trained, kind, world_size=WORLD)
 
 
-def _states(rank: int, folder: Path) -> None:
+@on_ranks(world_size=WORLD)
+def test_its_masters_are_plain_in_states_and_checkpoints(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = shard(wrap(Net(Coded)))
     assert {type(p._local_tensor).__name__ for p in model.parameters()} == {"LocalShard"}
@@ -226,11 +227,11 @@ def _states(rank: int, folder: Path) -> None:
     update(optimizer)
     state = layerzero.full_state_dict(model, rank0_only=False)
     assert {type(value) for value in state.values()} == {Tensor}
-    layerzero.checkpoint.save(folder / "saved", model, optimizer)
+    layerzero.checkpoint.save(tmp_path / "saved", model, optimizer)
     torch.manual_seed(1)
     fresh = shard(wrap(Net(Coded)), size=4)
     other = layerzero.shard_optimizer(torch.optim.AdamW(fresh.parameters()), fresh)
-    layerzero.checkpoint.load(folder / "saved", fresh, other)
+    layerzero.checkpoint.load(tmp_path / "saved", fresh, other)
     alone = Net(Coded)
     alone.load_state_dict(state)
     assert torch.equal(fresh(batch(rank, 1)), alone(batch(rank, 1)))
@@ -243,10 +244,6 @@ def _states(rank: int, folder: Path) -> None:
     other.step()
     ours, theirs = (layerzero.full_state_dict(each, rank0_only=False) for each in (model, fresh))
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-13) for name in ours)
-
-
-def test_its_masters_are_plain_in_states_and_checkpoints(tmp_path: Path) -> None:
-    run_ranks(_states, tmp_path, world_size=WORLD)
 
 
 @on_ranks(world_size=WORLD)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.models import IntegerNet, integer_batch, integer_net
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 WORLD = 4
 
@@ -66,7 +66,10 @@ class Few(nn.Module):
         return x * sum(p.sum() for p in self.all)
 
 
-def _reduce(rank: int, size: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@on_ranks(world_size=WORLD, pg_timeout=15)
+def test_a_number_of_a_whole_parameter_is_that_of_one_process(rank: int, size: int) -> None:
     model, alone = layerzero.shard_model(Few(), mesh=mesh_of(size)), Few()
     for ours, theirs in zip(model.all, alone.all, strict=True):
         for name, reduce in REDUCTIONS.items():
@@ -76,12 +79,6 @@ def _reduce(rank: int, size: int) -> None:
             except NotImplementedError as error:
                 raise AssertionError(where) from error
             torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, at=where: f"{at}: {text}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_number_of_a_whole_parameter_is_that_of_one_process(size: int) -> None:
-    run_ranks(_reduce, size, world_size=WORLD, pg_timeout=15)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

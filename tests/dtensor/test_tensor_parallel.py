@@ -374,7 +374,9 @@ class Normed(nn.Module):
         return self.head(self.last(x))
 
 
-def _sequence_parallel(rank: int) -> None:
+@on_ranks(world_size=4)
+def test_norms_in_sequence_parallel_get_the_sum_of_their_gradients(rank: int) -> None:
+    """Check sums over copies, whose gradients are partial, and a tied weight that is cut once."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     torch.manual_seed(0)
     alone = Normed()
@@ -403,11 +405,6 @@ def _sequence_parallel(rank: int) -> None:
         for name, parameter in alone.named_parameters():
             ours = model.get_parameter(name).detach().full_tensor()
             torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-8, msg=name)
-
-
-def test_norms_in_sequence_parallel_get_the_sum_of_their_gradients() -> None:
-    """Check sums over copies, whose gradients are partial, and a tied weight that is cut once."""
-    run_ranks(_sequence_parallel, world_size=4)
 
 
 @on_ranks(world_size=4)

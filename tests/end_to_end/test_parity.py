@@ -147,7 +147,10 @@ def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, sha
     run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory=shared_memory)
 
 
-def _train_with_other_settings(rank: int) -> None:
+@pytest.mark.default_sample(1)
+@BOTH
+@on_ranks()
+def test_settings_of_speed_and_memory_change_no_bit(rank: int, shared_memory: str) -> None:
     mesh = layerzero.init_mesh(2)
     reference = exact_reference(4, 3)
     for settings in (
@@ -159,13 +162,14 @@ def _train_with_other_settings(rank: int) -> None:
         train_exactly(rank, str(settings), 3, reference, mesh=mesh, **settings)
 
 
+def _call_in_backward(function: Callable[[], None], module: nn.Module, args: object, output: Tensor) -> None:
+    output.register_hook(lambda gradient: function())
+
+
 @pytest.mark.default_sample(1)
 @BOTH
-def test_settings_of_speed_and_memory_change_no_bit(shared_memory: str) -> None:
-    run_ranks(_train_with_other_settings, shared_memory=shared_memory)
-
-
-def _train_with_a_late_rank(rank: int) -> None:
+@on_ranks()
+def test_a_late_rank_changes_nothing(rank: int, shared_memory: str) -> None:
     # The others launch their collective long before the late rank; a rank that does not wait computes with old bytes.
     # Nothing else may synchronize the ranks between two steps, so losses are compared without a collective.
     for late, accumulation in ((0, "sharded"), (3, "full")):
@@ -190,16 +194,6 @@ def _train_with_a_late_rank(rank: int) -> None:
                 optimizer.zero_grad()
         assert not different(full_gradients(model), exact_reference(4, 1)[-1].gradients), case
         assert not different(full_parameters(model), dict(net.named_parameters())), case
-
-
-def _call_in_backward(function: Callable[[], None], module: nn.Module, args: object, output: Tensor) -> None:
-    output.register_hook(lambda gradient: function())
-
-
-@pytest.mark.default_sample(1)
-@BOTH
-def test_a_late_rank_changes_nothing(shared_memory: str) -> None:
-    run_ranks(_train_with_a_late_rank, shared_memory=shared_memory)
 
 
 def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
@@ -252,7 +246,10 @@ def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits
             assert not different(ours, expected), f"ranks 0 and {rank} show different parameters"
 
 
-def _train_in_bf16(rank: int) -> None:
+@pytest.mark.default_sample(1)
+@BOTH
+@on_ranks()
+def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(rank: int, shared_memory: str) -> None:
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for zero3_size in (1, 2, 4):
         model = layerzero.shard_model(
@@ -266,12 +263,6 @@ def _train_in_bf16(rank: int) -> None:
             assert_replicas_agree(model, case)
             assert_nothing_is_gathered(model, case)
             assert all(p.dtype == torch.float32 for p in model.parameters()), case
-
-
-@pytest.mark.default_sample(1)
-@BOTH
-def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(shared_memory: str) -> None:
-    run_ranks(_train_in_bf16, shared_memory=shared_memory)
 
 
 @on_ranks()

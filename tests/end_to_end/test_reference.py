@@ -32,7 +32,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, mesh_of, on_ranks
 
 ZERO3_SIZES = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # by number of ranks
 STEPS = 3  # as many as are exact in fp32, see end_to_end/test_parity.py
@@ -156,7 +156,10 @@ def test_the_reference_imports_torch_alone() -> None:
 # Exact arithmetic: SGD on integers
 
 
-def _reference_equals_one_process(rank: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize("world_size", ZERO3_SIZES)
+@on_ranks()
+def test_the_reference_equals_one_process_bit_for_bit(rank: int, world_size: int) -> None:
     for zero3_size, (case, syncs) in itertools.product(ZERO3_SIZES[dist.get_world_size()], GRADIENT_SYNCS.items()):
         net = integer_net()
         alone = train_alone(net, batches_of_all(len(syncs)), exact_sgd(net.parameters()))
@@ -173,11 +176,9 @@ def _reference_equals_one_process(rank: int) -> None:
 
 @pytest.mark.default_sample(1)
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
-def test_the_reference_equals_one_process_bit_for_bit(world_size: int) -> None:
-    run_ranks(_reference_equals_one_process, world_size=world_size)
-
-
-def _engine_equals_reference(rank: int) -> None:
+@BOTH_SHARED_SLOW
+@on_ranks()
+def test_the_engine_equals_the_reference_bit_for_bit(rank: int, world_size: int, shared_memory: str | None) -> None:
     for zero3_size, (case, syncs) in itertools.product(ZERO3_SIZES[dist.get_world_size()], GRADIENT_SYNCS.items()):
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
         run = (exact_sgd, batches_of(rank, len(syncs)), syncs, integer_loss)
@@ -190,17 +191,20 @@ def _engine_equals_reference(rank: int) -> None:
             assert not (wrong := different(ours, expected)), f"{at}: {wrong}"
 
 
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize("world_size", ZERO3_SIZES)
-@BOTH_SHARED_SLOW
-def test_the_engine_equals_the_reference_bit_for_bit(world_size: int, shared_memory: str | None) -> None:
-    run_ranks(_engine_equals_reference, world_size=world_size, shared_memory=shared_memory)
-
-
 # Floating point: AdamW on a transformer with tied weights
 
 
-def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
+)
+@pytest.mark.parametrize("world_size", ZERO3_SIZES)
+@BOTH_SHARED_SLOW
+@on_ranks()
+def test_adamw_in_the_engine_equals_the_reference(
+    rank: int, dtype: torch.dtype, world_size: int, shared_memory: str | None
+) -> None:
     world = dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for zero3_size, syncs in itertools.product(ZERO3_SIZES[world], [(True,), (False, False, True)]):
@@ -219,19 +223,6 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
             else:
                 rounding = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
                 torch.testing.assert_close(ours, expected, **rounding, msg=lambda m, at=at: f"{at}: {m}")
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
-)
-@pytest.mark.parametrize("world_size", ZERO3_SIZES)
-@BOTH_SHARED_SLOW
-def test_adamw_in_the_engine_equals_the_reference(
-    dtype: torch.dtype, world_size: int, shared_memory: str | None
-) -> None:
-    run_ranks(_transformers_agree, dtype, world_size=world_size, shared_memory=shared_memory)
 
 
 @on_ranks()

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 import layerzero
 from tests.support.models import update
-from tests.support.ranks import BOTH_SHARED_SLOW, run_ranks
+from tests.support.ranks import BOTH_SHARED_SLOW, on_ranks
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 8, 2, 4, 3
 
@@ -117,15 +117,12 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
             torch.testing.assert_close(whole, expected[f"{2 * index + int(layer)}.{rest}"], rtol=1e-5, atol=1e-6)
 
 
-def _all_cases(rank: int, interleaved: bool) -> None:
-    for zero3_size in (1, 2):
-        for accumulation in ("sharded", "full", "local"):
-            _train(rank, interleaved, zero3_size, accumulation)
-
-
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("interleaved", [pytest.param(False, id="1F1B"), pytest.param(True, id="Interleaved1F1B")])
 @BOTH_SHARED_SLOW
-def test_sharded_stages_train_like_one_process(interleaved: bool, shared_memory: str) -> None:
-    run_ranks(_all_cases, interleaved, shared_memory=shared_memory)
+@on_ranks()
+def test_sharded_stages_train_like_one_process(rank: int, interleaved: bool, shared_memory: str) -> None:
+    for zero3_size in (1, 2):
+        for accumulation in ("sharded", "full", "local"):
+            _train(rank, interleaved, zero3_size, accumulation)

@@ -28,7 +28,7 @@ from tests.dtensor.test_tensor_parallel import Net as TensorParallelNet
 from tests.dtensor.test_tensor_parallel import net as tensor_parallel_net
 from tests.dtensor.test_tensor_parallel import parallel
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
-from tests.support.ranks import BOTH, on_ranks, run_ranks
+from tests.support.ranks import BOTH, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _show(rank: int) -> None:
+@pytest.mark.sample(1)
+@BOTH
+@on_ranks(world_size=WORLD)
+def test_parts_are_full_inside_and_sharded_outside(rank: int, shared_memory: str | None) -> None:
     for settings in SETTINGS:
         alone = nested()
         with _quiet():
@@ -127,12 +130,6 @@ def _show(rank: int) -> None:
                             assert model.other.weight is model.block.inner.weight, what
                     assert all(isinstance(p, DTensor) for p in model.parameters()), (what, rank0_only)
         model(torch.ones(2, 5)).sum().backward()
-
-
-@pytest.mark.sample(1)
-@BOTH
-def test_parts_are_full_inside_and_sharded_outside(shared_memory: str | None) -> None:
-    run_ranks(_show, world_size=WORLD, shared_memory=shared_memory)
 
 
 class _OnDevice(Tensor):
@@ -184,7 +181,10 @@ def test_a_unit_takes_the_memory_of_a_unit(rank: int) -> None:
         _await_bytes(before)
 
 
-def _gradients(rank: int) -> None:
+@pytest.mark.sample(1)
+@BOTH
+@on_ranks(world_size=WORLD)
+def test_gradients_are_those_of_one_process_and_are_written_back(rank: int, shared_memory: str | None) -> None:
     for settings in SETTINGS[:3] + SETTINGS[4:]:
         alone = nested()
         with _quiet():
@@ -223,13 +223,9 @@ def _gradients(rank: int) -> None:
         assert not different(full_parameters(model), dict(alone.named_parameters())), settings
 
 
-@pytest.mark.sample(1)
 @BOTH
-def test_gradients_are_those_of_one_process_and_are_written_back(shared_memory: str | None) -> None:
-    run_ranks(_gradients, world_size=WORLD, shared_memory=shared_memory)
-
-
-def _edit(rank: int) -> None:
+@on_ranks(world_size=WORLD)
+def test_edits_of_a_part_are_kept_and_those_of_the_first_rank_are_sent(rank: int, shared_memory: str | None) -> None:
     for settings in SETTINGS[:4]:
         alone, model = nested(), _shard(nested(), **settings)
         for part in ("first", "block", "block.inner", "other"):
@@ -242,11 +238,6 @@ def _edit(rank: int) -> None:
         dtype = torch.bfloat16 if "mp_policy" in settings else torch.float32
         x = torch.ones(2, 5)
         assert torch.equal(model(x), alone.to(dtype)(x.to(dtype))), "compute weights follow"
-
-
-@BOTH
-def test_edits_of_a_part_are_kept_and_those_of_the_first_rank_are_sent(shared_memory: str | None) -> None:
-    run_ranks(_edit, world_size=WORLD, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=WORLD)

@@ -242,7 +242,17 @@ def test_parameters_with_an_all_gather_extension_have_their_own_precision(rank: 
 # --- first rank only, and traffic ---
 
 
-def _first_rank(rank: int) -> None:
+def full_names(model: nn.Module) -> set[str]:
+    """Return the names of sharded parameters; a tied one has one name."""
+    return {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+
+
+@pytest.mark.default_sample(1)
+@BOTH
+@on_ranks()
+def test_the_first_rank_alone_gets_tensors_and_other_replicas_send_nothing(
+    rank: int, shared_memory: str | None
+) -> None:
     for size in (1, 2, 4):
         model, optimizer = build(size)
         train_step(model, optimizer, rank, 0)
@@ -260,17 +270,6 @@ def _first_rank(rank: int) -> None:
             told = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
             dist.all_gather(told, torch.tensor([sent["zero3"]]), group=mesh_of(size).get_group("zero3"))
             assert sum(int(each) for each in told) == (size - 1) * whole, size
-
-
-def full_names(model: nn.Module) -> set[str]:
-    """Return the names of sharded parameters; a tied one has one name."""
-    return {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
-
-
-@pytest.mark.default_sample(1)
-@BOTH
-def test_the_first_rank_alone_gets_tensors_and_other_replicas_send_nothing(shared_memory: str | None) -> None:
-    run_ranks(_first_rank, shared_memory=shared_memory)
 
 
 # --- memory ---
@@ -310,7 +309,9 @@ def references(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _hold(rank: int) -> None:
+@BOTH
+@on_ranks()
+def test_a_stream_holds_one_bucket_at_a_time(rank: int, shared_memory: str | None) -> None:
     model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=nn.Sequential, mp_policy=BF16)
     with torch.no_grad():  # the first forward's refreshes
         layerzero.refresh(model)
@@ -330,11 +331,8 @@ def _hold(rank: int) -> None:
 
 
 @BOTH
-def test_a_stream_holds_one_bucket_at_a_time(shared_memory: str | None) -> None:
-    run_ranks(_hold, shared_memory=shared_memory)
-
-
-def _keep(rank: int) -> None:
+@on_ranks(world_size=2)
+def test_tensors_are_emptied_unless_they_are_kept(rank: int, shared_memory: str | None) -> None:
     model, _ = build(2)
     expected = streamed(model)
     given = dict(layerzero.stream_weights(model, bucket_bytes=10**9))
@@ -345,11 +343,6 @@ def _keep(rank: int) -> None:
     for tensor in kept.values():
         tensor.zero_()
     assert_equal_bits(streamed(model), expected, "the tensors are copies")
-
-
-@BOTH
-def test_tensors_are_emptied_unless_they_are_kept(shared_memory: str | None) -> None:
-    run_ranks(_keep, shared_memory=shared_memory, world_size=2)
 
 
 # --- early ends and refusals ---
@@ -409,7 +402,9 @@ def _message_of(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def _use_while_active(rank: int) -> None:
+@BOTH
+@on_ranks()
+def test_a_model_is_not_used_or_changed_while_it_is_streamed(rank: int, shared_memory: str | None) -> None:
     model, optimizer = build(2)
     train_step(model, optimizer, rank, 0)
     tokens, _ = TiedTransformer.batch(step=0)
@@ -438,11 +433,8 @@ def _use_while_active(rank: int) -> None:
 
 
 @BOTH
-def test_a_model_is_not_used_or_changed_while_it_is_streamed(shared_memory: str | None) -> None:
-    run_ranks(_use_while_active, shared_memory=shared_memory)
-
-
-def _refused_places(rank: int) -> None:
+@on_ranks()
+def test_a_stream_in_the_wrong_place_is_refused(rank: int, shared_memory: str | None) -> None:
     model, _ = build(2)
     tokens, _ = TiedTransformer.batch(step=0)
     told: list[str] = []
@@ -475,11 +467,6 @@ def _refused_places(rank: int) -> None:
     hook.remove()
     assert_equal_bits(streamed(model), computed_with(model), "after an interrupted forward")
     model(tokens).float().sum().backward()
-
-
-@BOTH
-def test_a_stream_in_the_wrong_place_is_refused(shared_memory: str | None) -> None:
-    run_ranks(_refused_places, shared_memory=shared_memory)
 
 
 @on_ranks(world_size=2)

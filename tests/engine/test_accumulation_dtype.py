@@ -32,7 +32,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
+from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks
 
 BF16 = torch.bfloat16
 MODES = ("sharded", "full")
@@ -103,7 +103,13 @@ def _random_gradients(
     return full_gradients(model), model
 
 
-def _without_accumulation(rank: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@BOTH
+@on_ranks()
+def test_a_step_of_one_micro_batch_gives_the_same_bits_as_without_the_setting(
+    rank: int, shared_memory: str | None
+) -> None:
     for size, policy, mode in itertools.product((1, 2, 4), POLICIES, MODES):
         expected, _ = _random_gradients(rank, (False,), size, policy, accumulation=mode)
         found, model = _random_gradients(
@@ -114,14 +120,10 @@ def _without_accumulation(rank: int) -> None:
             assert parameter.grad.dtype == parameter.dtype == torch.float32
 
 
-@pytest.mark.sample(1)
 @pytest.mark.slow
-@BOTH
-def test_a_step_of_one_micro_batch_gives_the_same_bits_as_without_the_setting(shared_memory: str | None) -> None:
-    run_ranks(_without_accumulation, shared_memory=shared_memory)
-
-
-def _rounded(rank: int) -> None:
+@BOTH_SHARED_SLOW
+@on_ranks()
+def test_accumulators_are_rounded_in_the_same_way_in_each_run(rank: int, shared_memory: str | None) -> None:
     """Compare sums of random gradients with fp32 accumulators, and two runs with each other."""
     loop = (True,) * 7 + (False,)
     for size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (4, "full")):
@@ -140,12 +142,6 @@ def _rounded(rank: int) -> None:
         for accumulator in _accumulators(model):
             assert accumulator.storage.dtype == BF16
             assert accumulator.storage.open(keep=False).dtype == BF16
-
-
-@pytest.mark.slow
-@BOTH_SHARED_SLOW
-def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str | None) -> None:
-    run_ranks(_rounded, shared_memory=shared_memory)
 
 
 @on_ranks()
@@ -252,7 +248,9 @@ def test_gradients_can_be_clipped_and_sent_encoded(rank: int) -> None:
 # --- one replica, several meshes ---
 
 
-def _one_replica(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(shared_memory="off")
+def test_with_one_replica_the_accumulator_is_the_final_gradient(rank: int, world_size: int) -> None:
     models = [
         layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, mesh=mesh_of(dist.get_world_size()), **settings)
         for settings in ({}, {"mp_policy": PrecisionPolicy(accumulation_dtype=BF16)})
@@ -264,11 +262,6 @@ def _one_replica(rank: int) -> None:
     assert not different(full_gradients(halved), full_gradients(plain))
     assert layerzero.memory(halved).measured == layerzero.memory(plain).measured
     assert all(each.storage.dtype == torch.float32 for each in _accumulators(halved))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_with_one_replica_the_accumulator_is_the_final_gradient(world_size: int) -> None:
-    run_ranks(_one_replica, world_size=world_size, shared_memory="off")
 
 
 @on_ranks()

@@ -69,7 +69,9 @@ class Uneven(nn.Module):
         return self.matrix.sum() + self.other.sum() + self.like.sum()
 
 
-def _sharded_otherwise(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_a_gradient_that_is_sharded_otherwise_reaches_its_rows(rank: int, world_size: int) -> None:
     """Assign gradients as a plain tensor, as FSDP2 would shard them, replicated, and as another parameter's rows."""
     full = torch.arange(12.0).view(4, 3)
     kinds: list[Callable[[nn.Module], Tensor]] = [
@@ -88,11 +90,6 @@ def _sharded_otherwise(rank: int) -> None:
                 model.matrix.grad = kind(model)
                 optimizer.step()
                 assert torch.equal(model.matrix.detach().full_tensor(), -full)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_gradient_that_is_sharded_otherwise_reaches_its_rows(world_size: int) -> None:
-    run_ranks(_sharded_otherwise, world_size=world_size)
 
 
 def _decay(model: nn.Module) -> None:

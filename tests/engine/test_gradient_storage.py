@@ -140,10 +140,6 @@ CASES: dict[str, tuple[int, Any, dict[str, Any], Sequence[str]]] = {
 }
 
 
-def _odd_orders(rank: int, case: str) -> None:
-    _run_odd_orders(rank, *CASES[case])
-
-
 def _run_odd_orders(rank: int, zero3_size: int, mode: Any, settings: dict[str, Any], scripts: Sequence[str]) -> None:
     mesh = mesh_of(zero3_size)
     for script in scripts:
@@ -156,8 +152,9 @@ def _run_odd_orders(rank: int, zero3_size: int, mode: Any, settings: dict[str, A
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @BOTH_SHARED_SLOW
-def test_a_final_gradient_and_later_contributions_never_mix(case: str, shared_memory: str) -> None:
-    run_ranks(_odd_orders, case, shared_memory=shared_memory)
+@on_ranks()
+def test_a_final_gradient_and_later_contributions_never_mix(rank: int, case: str, shared_memory: str) -> None:
+    _run_odd_orders(rank, *CASES[case])
 
 
 @on_ranks()
@@ -198,7 +195,9 @@ def _is_never_set_aside(
     vacate(self, keep=keep)
 
 
-def _usual_loop(rank: int) -> None:
+@BOTH
+@on_ranks()
+def test_the_usual_loop_moves_no_gradient(rank: int, shared_memory: str) -> None:
     with mock.patch.object(AliasedStorage, "set_aside", _is_never_set_aside):
         model, optimizer = prepare("sharded")
         for step in range(3):
@@ -210,11 +209,6 @@ def _usual_loop(rank: int) -> None:
         backward(model, rank, 0, inside_no_sync=False)
         with pytest.raises(AssertionError, match="nobody wants"):  # the test would detect it
             backward(model, rank, 1, inside_no_sync=False)
-
-
-@BOTH
-def test_the_usual_loop_moves_no_gradient(shared_memory: str) -> None:
-    run_ranks(_usual_loop, shared_memory=shared_memory)
 
 
 @on_ranks()

@@ -220,7 +220,12 @@ def test_tiny_and_large_fp16_gradients_arrive_where_the_backend_adds_them_up() -
     run_ranks(_keep_tiny_gradients, True)
 
 
-def _land(rank: int) -> None:
+@pytest.mark.slow
+@BOTH_SHARED_SLOW
+@on_ranks(world_size=WORLD)
+def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(
+    rank: int, shared_memory: str | None
+) -> None:
     plan, policy = ReductionSpec.plan, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
     def as_fp32(*args: Any, adds_hop1: bool, **kwargs: Any) -> ReductionSpec:
@@ -246,12 +251,6 @@ def _land(rank: int) -> None:
             assert scratch[0] == scratch[1], scratch
         else:
             assert scratch[0] < 0.75 * scratch[1], scratch
-
-
-@pytest.mark.slow
-@BOTH_SHARED_SLOW
-def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(shared_memory: str | None) -> None:
-    run_ranks(_land, world_size=WORLD, shared_memory=shared_memory)
 
 
 # --- inputs and outputs ---

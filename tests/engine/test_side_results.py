@@ -169,22 +169,19 @@ def _loss_with_auxiliary(net: nn.Module, x: Tensor) -> Tensor:
     return net(x).square().mean() + sum(layer.auxiliary for layer in net.layers)
 
 
-def _auxiliary_losses(rank: int, size: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+@on_ranks(world_size=WORLD)
+def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
+    rank: int, size: int, shared_memory: str | None
+) -> None:
     contained = [f"weight after, {how}" for how in ("in a dict", "defaultdict", "dataclass", "values")]
     for kind in ("router before", "router after", "weight before", "weight after", *contained[: 4 if size == 4 else 1]):
         for prefetch in (0, 1):
             torch.manual_seed(0)
             alone = Net(lambda kind=kind: Layer(kind)).double()
             _train(rank, alone, {Layer}, _loss_with_auxiliary, size, prefetch=prefetch)
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
-def test_an_auxiliary_loss_in_an_attribute_has_the_gradients_of_one_process(
-    size: int, shared_memory: str | None
-) -> None:
-    run_ranks(_auxiliary_losses, size, world_size=WORLD, shared_memory=shared_memory)
 
 
 class Changed(Net):
@@ -437,7 +434,11 @@ def _returned(net: nn.Module, x: Tensor) -> Tensor:
     return (y + bias).square().sum() + frozen.sum() * bias.sum() + (detached * y).sum()
 
 
-def _return_parameters(rank: int, size: int) -> None:
+@pytest.mark.default_sample(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
+@on_ranks(world_size=WORLD)
+def test_parameters_and_their_views_can_be_outputs(rank: int, size: int, shared_memory: str | None) -> None:
     _return_everywhere(rank, size)
     for how in ("parameter", "view", "in a list"):
         torch.manual_seed(0)
@@ -447,13 +448,6 @@ def _return_parameters(rank: int, size: int) -> None:
         with torch.no_grad():
             for ours, theirs in zip(model(_batch(0, 0)), alone(_batch(0, 0)), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.default_sample(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("size", "shared_memory"), RUNS)
-def test_parameters_and_their_views_can_be_outputs(size: int, shared_memory: str | None) -> None:
-    run_ranks(_return_parameters, size, world_size=WORLD, shared_memory=shared_memory)
 
 
 class Policy(Queries):

@@ -244,21 +244,6 @@ def _strided(block: nn.Module) -> nn.Module:
     return block
 
 
-def _predicted_for_odd_models(rank: int) -> None:
-    plain: Any = ({}, {"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False})
-    kept = ({"size": 4, "reshard_after_forward": 2, **ahead} for ahead in ({}, {"prefetch": 0}))
-    for settings in (*plain, *kept):
-        for case, (make, all_settings) in ODD.items():
-            if settings.get("prefetch", 3) != 3 and not all_settings:
-                continue
-            torch.manual_seed(0)
-            model = shard(make().float(), **({"size": 2} | settings))
-            _train(model, rank, (1, 2))
-            _assert_predicted(model, (case, settings))
-            if not FullBufferPool.can_cache:
-                assert layerzero.memory(model).measured["cached_buffer"] == 0
-
-
 @on_ranks(shared_memory="off")
 def test_units_inside_units_are_predicted_too(rank: int) -> None:
     torch.manual_seed(0)
@@ -284,8 +269,20 @@ def test_units_with_several_inputs_are_predicted_too(rank: int) -> None:
 
 
 @BOTH_SHARED_EXHAUSTIVE
-def test_models_of_odd_sizes_are_predicted_too(shared_memory: str | None) -> None:
-    run_ranks(_predicted_for_odd_models, shared_memory=shared_memory)
+@on_ranks()
+def test_models_of_odd_sizes_are_predicted_too(rank: int, shared_memory: str | None) -> None:
+    plain: Any = ({}, {"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False})
+    kept = ({"size": 4, "reshard_after_forward": 2, **ahead} for ahead in ({}, {"prefetch": 0}))
+    for settings in (*plain, *kept):
+        for case, (make, all_settings) in ODD.items():
+            if settings.get("prefetch", 3) != 3 and not all_settings:
+                continue
+            torch.manual_seed(0)
+            model = shard(make().float(), **({"size": 2} | settings))
+            _train(model, rank, (1, 2))
+            _assert_predicted(model, (case, settings))
+            if not FullBufferPool.can_cache:
+                assert layerzero.memory(model).measured["cached_buffer"] == 0
 
 
 def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
@@ -366,7 +363,9 @@ def test_the_peak_of_a_step_is_predicted(shared_memory: str | None) -> None:
     run_ranks(_peak, _sizes_of(shared_memory), shared_memory=shared_memory)
 
 
-def _addresses(rank: int) -> None:
+@needs_caching
+@on_ranks(shared_memory="off")
+def test_a_unit_is_gathered_at_the_same_address_in_each_pass(rank: int) -> None:
     whole = Handle.wait
     seen: list[list[int]] = []  # by pass: address of each unit in order of gathering, forward and then backward
 
@@ -390,8 +389,3 @@ def _addresses(rank: int) -> None:
         forward, backward = seen[2][:5], seen[2][5:]
         assert forward == backward[::-1], "in its backward a unit lies where it lay in its forward"
         assert len(set(forward)) == 1 + prefetch, "units take turns"
-
-
-@needs_caching
-def test_a_unit_is_gathered_at_the_same_address_in_each_pass() -> None:
-    run_ranks(_addresses, shared_memory="off")

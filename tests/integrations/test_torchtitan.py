@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import layerzero
 from layerzero.integrations.torchtitan import OptimizersContainer, parallelize, with_layerzero
 from tests.support.loops import assert_like, launched
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 _NoSleep = SimpleNamespace(**(vars(time) | {"sleep": lambda seconds: None}))
 
@@ -334,7 +334,8 @@ def test_the_example_learns_and_saves(tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) <= 40
 
 
-def _command(rank: int, folder: str) -> None:
+@on_ranks(world_size=1, timeout=300)
+def test_its_command_line_reads_the_example(rank: int, tmp_path: Path) -> None:
     """Parse a command line as torchtitan.train does: a user's registry, and flags that reach the sharded config."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     flags = ["--module", "train_torchtitan", "--config", "small_llama", "--training.steps", "7"]
@@ -343,7 +344,3 @@ def _command(rank: int, folder: str) -> None:
     assert config.training.steps == 7 and config.parallelism.data_parallel_replicate_degree == 16
     assert type(config) is not Trainer.Config and isinstance(config, Trainer.Config)
     assert isinstance(config.optimizer, OptimizersContainer.Config)
-
-
-def test_its_command_line_reads_the_example(tmp_path: Path) -> None:
-    run_ranks(_command, str(tmp_path), world_size=1, timeout=300)

@@ -23,7 +23,7 @@ from layerzero.megatron.global_names import expert_names_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import Case, make_ours, make_scheduler, megatron, train, whole_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 # Metadata that Megatron-LM passes: each expert has its own name, so other expert-parallel sizes can load it.
 METADATA = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}
@@ -264,39 +264,36 @@ def test_wrappers_around_experts_leave_no_trace_in_a_checkpoint(tmp_path: Path) 
         _expect_equal(found[1], found[0])
 
 
-def _misfits(rank: int, folder: str) -> None:
+@on_ranks(world_size=4)
+def test_other_experts_than_the_models_are_named_and_those_without_a_number_refused(rank: int, tmp_path: Path) -> None:
     more, fewer = (experts(2).but(settings=(("num_moe_experts", n), *experts(2).settings[1:])) for n in (8, 4))
     with megatron(more):
         chunks, optimizer = make_ours(more)
-        layerzero.megatron.save(f"{folder}/more", chunks, optimizer)
+        layerzero.megatron.save(f"{tmp_path}/more", chunks, optimizer)
         smaller, _ = make_ours(fewer)
-        layerzero.megatron.save(f"{folder}/fewer", smaller, None)
+        layerzero.megatron.save(f"{tmp_path}/fewer", smaller, None)
         with pytest.raises(ValueError, match=r"router.weight: expected shape") as caught:
-            layerzero.megatron.load(f"{folder}/fewer", chunks, None)
+            layerzero.megatron.load(f"{tmp_path}/fewer", chunks, None)
         assert "unexpected" not in str(caught.value)
         assert ("missing: decoder" in str(caught.value)) == (
             rank % 2 == 1
         )  # the checkpoint has none of this rank's experts
         with pytest.raises(ValueError, match=r"unexpected: decoder.*local_experts\.[4-7]") as caught:
-            layerzero.megatron.load(f"{folder}/more", smaller, None)
+            layerzero.megatron.load(f"{tmp_path}/more", smaller, None)
         assert "missing" not in str(caught.value)
         shared, _ = make_ours(more, change=Shared)
         for call in (layerzero.megatron.save, layerzero.megatron.load):
             with pytest.raises(
                 ValueError, match=r"mlp.experts.weight1', because its name does not contain the index of its expert"
             ):
-                call(f"{folder}/odd", shared, None)
+                call(f"{tmp_path}/odd", shared, None)
         ema = layerzero.EMA(chunks[0]).state_dict()
         averages = {n: rows for n, rows in ema["averages"].items() if ".experts." not in n}
-        layerzero.megatron.save(f"{folder}/common", chunks, optimizer, {"ema": averages})
+        layerzero.megatron.save(f"{tmp_path}/common", chunks, optimizer, {"ema": averages})
         with pytest.raises(TypeError, match=r"ema.averages.*experts\..* which is a different parameter on other ranks"):
-            layerzero.megatron.save(f"{folder}/odd", chunks, optimizer, {"ema": ema})
+            layerzero.megatron.save(f"{tmp_path}/odd", chunks, optimizer, {"ema": ema})
         fails = mock.patch.object(chunk_checkpoint, "expert_names_of", side_effect=KeyError("a layer"))
         for call in (layerzero.megatron.save, layerzero.megatron.load):
             with fails if rank == 1 else nullcontext(), pytest.raises((KeyError, RuntimeError), match="a layer"):
-                call(f"{folder}/odd", chunks, optimizer)
-        assert not Path(f"{folder}/odd").exists()
-
-
-def test_other_experts_than_the_models_are_named_and_those_without_a_number_refused(tmp_path: Path) -> None:
-    run_ranks(_misfits, str(tmp_path), world_size=4)
+                call(f"{tmp_path}/odd", chunks, optimizer)
+        assert not Path(f"{tmp_path}/odd").exists()

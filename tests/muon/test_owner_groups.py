@@ -128,7 +128,13 @@ def test_ranks_that_find_out_other_things_about_an_optimizer_are_one_error_on_al
 # Gradients on some ranks only
 
 
-def _dropped(rank: int, name: str, there: int, of: int) -> None:
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
+@on_ranks()
+def test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks(
+    rank: int, name: str, there: int, of: int
+) -> None:
+    """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""
     model, batches = tensor_parallel(2, 2)
     (optimizer,) = shard_all(OPTIMIZERS["SGD"](model), model)
     before = full_parameters(model)
@@ -142,13 +148,6 @@ def _dropped(rank: int, name: str, there: int, of: int) -> None:
     optimizer.zero_grad()
     steps_of(model, [optimizer], batches, range(1), 2.0)
     assert not different(full_parameters(model), dict(alone("SGD", 1)[0].named_parameters()))
-
-
-@pytest.mark.default_sample(1)
-@pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
-def test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
-    """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""
-    run_ranks(_dropped, name, there, of)
 
 
 # Process groups

@@ -181,7 +181,11 @@ def alone(name: str, steps: int, **built: bool) -> tuple[nn.Module, list[Optimiz
     return net, optimizers
 
 
-def _tensor_parallel(rank: int, tp: int, size: int, name: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("tp", "size"), [(2, 1), (2, 2), (4, 1)])
+@on_ranks()
+def test_tensor_parallel_matrices_are_updated_whole(rank: int, tp: int, size: int, name: str) -> None:
     dp = dist.get_world_size() // tp
     for accumulation, built in (("sharded", {}), ("full", {"tied": True, "frozen": True})):
         model, batches = tensor_parallel(tp, size, accumulation=accumulation, **built)
@@ -196,13 +200,6 @@ def _tensor_parallel(rank: int, tp: int, size: int, name: str) -> None:
         for ours, their in zip(optimizers, theirs, strict=True):
             wrong = different(whole_state(ours), state_alone(their, net))
             assert not wrong, f"{name} {accumulation}: {wrong}"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("tp", "size"), [(2, 1), (2, 2), (4, 1)])
-def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: int) -> None:
-    run_ranks(_tensor_parallel, tp, size, name)
 
 
 # Refusals

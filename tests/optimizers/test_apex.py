@@ -92,24 +92,6 @@ def test_the_emulation_launches_nothing_after_the_last_chunk_of_the_last_tensor(
 # Element-wise ones
 
 
-def _follows_torch(rank: int, elementwise: bool | None) -> None:
-    for name, (ours, theirs) in PAIRS.items():
-        for make in (integer_net, lambda: SideBySide(20)):
-            for zero3_size in (1, 2):
-                net, model = make(), shard(make(), zero3_size)
-                assert lacks_rows_at_the_end(model)
-                alone = theirs(net.parameters())
-                optimizer = layerzero.shard_optimizer(ours(model.parameters()), model, elementwise=elementwise)
-                in_lockstep(rank, (model, optimizer), (net, alone), range(3))
-                if "SGD" in name:
-                    assert_same_bits(model, net, name)
-                else:
-                    assert_close(full_parameters(model), dict(net.named_parameters()), name)
-                assert "owner_gather" not in layerzero.traffic(model).calls, "rows are updated where they are"
-    for name in ("FusedSGD", "FusedAdam"):
-        _updates_masters_of_bf16(rank, name)
-
-
 def _updates_masters_of_bf16(rank: int, name: str) -> None:
     models, net = [shard(integer_net().bfloat16()) for _ in range(2)], integer_net()
     pair = [
@@ -132,8 +114,25 @@ def _updates_masters_of_bf16(rank: int, name: str) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("elementwise", [None, True])
-def test_element_wise_classes_of_apex_follow_torch_in_one_process(elementwise: bool | None, world_size: int) -> None:
-    run_ranks(_follows_torch, elementwise, world_size=world_size)
+@on_ranks()
+def test_element_wise_classes_of_apex_follow_torch_in_one_process(
+    rank: int, elementwise: bool | None, world_size: int
+) -> None:
+    for name, (ours, theirs) in PAIRS.items():
+        for make in (integer_net, lambda: SideBySide(20)):
+            for zero3_size in (1, 2):
+                net, model = make(), shard(make(), zero3_size)
+                assert lacks_rows_at_the_end(model)
+                alone = theirs(net.parameters())
+                optimizer = layerzero.shard_optimizer(ours(model.parameters()), model, elementwise=elementwise)
+                in_lockstep(rank, (model, optimizer), (net, alone), range(3))
+                if "SGD" in name:
+                    assert_same_bits(model, net, name)
+                else:
+                    assert_close(full_parameters(model), dict(net.named_parameters()), name)
+                assert "owner_gather" not in layerzero.traffic(model).calls, "rows are updated where they are"
+    for name in ("FusedSGD", "FusedAdam"):
+        _updates_masters_of_bf16(rank, name)
 
 
 @on_ranks()

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import layerzero
 from layerzero import Offload
 from tests.support.models import Rule, assert_close, full_parameters, update
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 
 class Net(nn.Module):
@@ -264,16 +264,15 @@ def _masked(zero3_size: int) -> None:
     assert optimizer.masks[model.first.weight].full_tensor().eq(2.0).all() and model.gain in optimizer.masks
 
 
-def _all(rank: int, zero3_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@on_ranks()
+def test_a_step_and_a_trial_see_attributes_and_tables_of_parameters(
+    rank: int, zero3_size: int, world_size: int
+) -> None:
     _attributes(zero3_size)
     _tables(zero3_size)
     _choose(zero3_size)
     _masked(zero3_size)
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_a_step_and_a_trial_see_attributes_and_tables_of_parameters(world_size: int, zero3_size: int) -> None:
-    run_ranks(_all, zero3_size, world_size=world_size)
 
 
 OUTSIDE: dict[Tensor, float] = {}

@@ -167,7 +167,8 @@ def test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step(
         assert report.measured[kind] == report.predicted[kind] == 4 * elements, kind
 
 
-def _goes_on_elsewhere(rank: int, folder: Path) -> None:
+@on_ranks(world_size=WORLD)
+def test_checkpoints_averages_and_whole_states_do_not_care_where_masters_are(rank: int, tmp_path: Path) -> None:
     def made(**settings: Any) -> tuple[nn.Module, Any]:
         model = _shard(2, **settings)
         return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -180,8 +181,8 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
         _train(*each, rank, range(2), (False,))
     ema.update()
     for name, saved, loading in (("down", (model, optimizer), offloaded), ("up", offloaded, (model, optimizer))):
-        checkpoint.save(folder / name, *saved)
-        checkpoint.load(folder / name, *loading)
+        checkpoint.save(tmp_path / name, *saved)
+        checkpoint.load(tmp_path / name, *loading)
         results = [_train(*each, rank, range(2, 4), (False,)) for each in (saved, loading)]
         assert all(not different(a, b) for a, b in zip(*results, strict=True)), name
     whole = layerzero.full_state_dict(offloaded[0], rank0_only=False)
@@ -191,10 +192,6 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
             parameter.data.mul_(0.5)
     again = layerzero.full_state_dict(offloaded[0], rank0_only=False)
     assert not different(again, whole)
-
-
-def test_checkpoints_averages_and_whole_states_do_not_care_where_masters_are(tmp_path: Path) -> None:
-    run_ranks(_goes_on_elsewhere, tmp_path, world_size=WORLD)
 
 
 @on_ranks(world_size=2)

@@ -33,7 +33,7 @@ from tests.support.models import (
     union,
     update,
 )
-from tests.support.ranks import BOTH, on_ranks, run_ranks
+from tests.support.ranks import BOTH, on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -309,7 +309,23 @@ def test_errors_of_messages_enter_the_next_exchange(rank: int, codec: object, bi
     assert layerzero.fingerprint(model).ok
 
 
-def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
+@pytest.mark.sample(5)
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mp_policy": BF16},
+        {"mp_policy": BF16, "one_site": True, "codecs": Codecs(refresh="lossless")},
+        {"offload": Offload(optimizer=True)},
+        {"mp_policy": BF16, "accumulation": "full"},
+    ],
+    ids=["bf16", "lossless refresh", "offload", "full"],
+)
+@on_ranks()
+def test_compute_weights_are_the_masters_after_outer_steps(
+    rank: int, settings: dict[str, Any], shared_memory: str | None
+) -> None:
     mesh = sites_of(1, 2) if settings.pop("one_site", False) else sites_of(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Offload.optimizer frees no memory on a CPU
@@ -324,23 +340,6 @@ def _replicas_agree(rank: int, settings: dict[str, Any]) -> None:
     layerzero.close(trained[0])
     with pytest.raises(RuntimeError, match="were closed"):
         trained[2].step()
-
-
-@pytest.mark.sample(5)
-@pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"mp_policy": BF16},
-        {"mp_policy": BF16, "one_site": True, "codecs": Codecs(refresh="lossless")},
-        {"offload": Offload(optimizer=True)},
-        {"mp_policy": BF16, "accumulation": "full"},
-    ],
-    ids=["bf16", "lossless refresh", "offload", "full"],
-)
-def test_compute_weights_are_the_masters_after_outer_steps(settings: dict[str, Any], shared_memory: str | None) -> None:
-    run_ranks(_replicas_agree, settings, shared_memory=shared_memory)
 
 
 @on_ranks()
@@ -364,10 +363,24 @@ def test_bytes_between_sites_are_those_of_the_fragments(rank: int) -> None:
             assert (sent.get("site_gradients", 0) > 0) is (step == 1), f"step {step}: {sent}"
 
 
-def _resume(rank: int, folder: Path, case: dict[str, Any], stop: int, again: int) -> None:
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "stop"),
+    [
+        ({"every": 3, "warmup": 2}, 1),
+        ({"every": 3, "warmup": 2}, 2),
+        ({"every": 3, "warmup": 1, "fragments": 2, "delay": 2}, 5),
+        ({"every": 3, "warmup": 0, "delay": 2, "codec": layerzero.Int4Blocks()}, 4),
+    ],
+    ids=["warm-up", "end of warm-up", "in flight", "encoded"],
+)
+@pytest.mark.parametrize("again", [2, 1], ids=["S=2", "S=1"])
+@on_ranks()
+def test_resumed_training_is_the_same(rank: int, tmp_path: Path, case: dict[str, Any], stop: int, again: int) -> None:
     mesh = sites_of(2, 2)
     trained = build(mesh, settings={"mp_policy": BF16}, **case)
-    path = folder / f"site{mesh.get_local_rank('site')}"
+    path = tmp_path / f"site{mesh.get_local_rank('site')}"
     for step in range(8):
         if step == stop:
             extra = {"outer": trained[2].state_dict()}
@@ -391,23 +404,6 @@ def _resume(rank: int, folder: Path, case: dict[str, Any], stop: int, again: int
         )
         assert ours
         assert again != 2 or not different(ours, theirs), name
-
-
-@pytest.mark.sample(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "stop"),
-    [
-        ({"every": 3, "warmup": 2}, 1),
-        ({"every": 3, "warmup": 2}, 2),
-        ({"every": 3, "warmup": 1, "fragments": 2, "delay": 2}, 5),
-        ({"every": 3, "warmup": 0, "delay": 2, "codec": layerzero.Int4Blocks()}, 4),
-    ],
-    ids=["warm-up", "end of warm-up", "in flight", "encoded"],
-)
-@pytest.mark.parametrize("again", [2, 1], ids=["S=2", "S=1"])
-def test_resumed_training_is_the_same(case: dict[str, Any], stop: int, again: int, tmp_path: Path) -> None:
-    run_ranks(_resume, tmp_path, case, stop, again)
 
 
 @on_ranks()
@@ -459,7 +455,9 @@ def test_uses_that_would_lose_weights_raise(rank: int) -> None:
         advance(trained, rank, 1)
 
 
-def _keep_residuals(rank: int) -> None:
+@BOTH
+@on_ranks()
+def test_outer_steps_keep_the_errors_of_encoded_gradients(rank: int, shared_memory: str | None) -> None:
     mesh = sites_of(1, 2)
     trained = build(mesh, settings={"codecs": Codecs(hop2=layerzero.Int4Blocks())}, every=2)
     advance(trained, rank, 0)
@@ -474,11 +472,6 @@ def _keep_residuals(rank: int) -> None:
     trained[2].step()
     trained[0](integer_batch(step=2, rank=rank)[0])
     assert stored() == before > 0
-
-
-@BOTH
-def test_outer_steps_keep_the_errors_of_encoded_gradients(shared_memory: str | None) -> None:
-    run_ranks(_keep_residuals, shared_memory=shared_memory)
 
 
 class Split(nn.Module):

@@ -85,7 +85,9 @@ def _copied_by(form: str, source: tuple[nn.Module, Any], target: tuple[nn.Module
 FORMS = ("save", "save_async", "dcp", "state_dict", "state_dict_by_name", "full")
 
 
-def _there(rank: int, folder: str, zero3_size: int) -> None:
+@pytest.mark.parametrize("zero3_size", [1, 2])
+@on_ranks(world_size=2)
+def test_every_form_of_the_state_has_what_is_under_other_keys(rank: int, tmp_path: Path, zero3_size: int) -> None:
     alone = _net()
     plain = Counting(alone.parameters())
     _train(alone, plain, 4)
@@ -98,17 +100,12 @@ def _there(rank: int, folder: str, zero3_size: int) -> None:
             if form == "dcp":  # torch writes keys as text, and tensors into tensors
                 source[1].inner.state.pop(-1), source[1].inner.state["nested"].clear()
                 source[1].inner.state["k"] *= 3
-            _copied_by(form, source, target, f"{folder}/{form}-{elementwise}-{zero3_size}")
+            _copied_by(form, source, target, f"{tmp_path}/{form}-{elementwise}-{zero3_size}")
             if form != "dcp":
                 assert target[1].state[-1] == {"number": 2} and target[1].state["nested"] == {(1, 2): torch.tensor(2.0)}
                 _train(*target, 2)
                 assert torch.equal(_weight(target[0]), alone.weight), form
             assert target[1].state["k"].tolist() == ([6] if form == "dcp" else [4])
-
-
-@pytest.mark.parametrize("zero3_size", [1, 2])
-def test_every_form_of_the_state_has_what_is_under_other_keys(tmp_path: Path, zero3_size: int) -> None:
-    run_ranks(_there, str(tmp_path), zero3_size, world_size=2)
 
 
 def _save(rank: int, path: str) -> None:

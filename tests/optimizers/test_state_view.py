@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from tests.support.models import Rule, assert_same_bits, full_parameters, update, whole
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 # (ranks, zero3_size)
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -200,12 +200,11 @@ def _read(zero3_size: int) -> None:
             optimizer.state[torch.zeros(1)]
 
 
-def _all(rank: int, zero3_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
+@on_ranks()
+def test_resets_edits_and_reads_of_the_state_are_those_of_one_process(
+    rank: int, zero3_size: int, world_size: int
+) -> None:
     _reset(zero3_size)
     _edit(zero3_size)
     _read(zero3_size)
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), MESHES)
-def test_resets_edits_and_reads_of_the_state_are_those_of_one_process(world_size: int, zero3_size: int) -> None:
-    run_ranks(_all, zero3_size, world_size=world_size)

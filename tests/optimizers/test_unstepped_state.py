@@ -94,7 +94,11 @@ def _pass_on(form: str, model: nn.Module, optimizer: Any, kind: str, path: str) 
 FORMS = ("state_dict", "state_dict_by_name", "full_state_dict", "torch", "save", "dcp")
 
 
-def _before_the_first_step(rank: int, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks()
+def test_a_state_from_before_the_first_step_is_passed_on_as_no_state(
+    rank: int, tmp_path: Path, world_size: int
+) -> None:
     world = dist.get_world_size()
     for kind in OPTIMIZERS:
         alone, plain = _pair(kind)
@@ -102,15 +106,10 @@ def _before_the_first_step(rank: int, folder: str) -> None:
             _step(alone, plain, number)
         for form in FORMS if kind == "SGD" else FORMS[:1]:
             model, optimizer = _pair(kind, min(2, world))
-            new = _pass_on(form, model, optimizer, kind, f"{folder}/{form}-{world}")
+            new = _pass_on(form, model, optimizer, kind, f"{tmp_path}/{form}-{world}")
             for number in range(2):
                 _step(model, new, number)
             assert not (wrong := different(_ours(model, new), _alone(alone, plain))), (kind, form, wrong)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_state_from_before_the_first_step_is_passed_on_as_no_state(tmp_path: Path, world_size: int) -> None:
-    run_ranks(_before_the_first_step, str(tmp_path), world_size=world_size)
 
 
 def _programs(rank: int, folder: str, seeds: range) -> None:
@@ -166,11 +165,16 @@ def _texts(act: Callable[[], Any]) -> list[str]:
     return [str(warning.message) for warning in seen if "torch.distributed" in str(warning.message)]
 
 
-def _warnings(rank: int, folder: str) -> None:
+def state_of(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
+    return {**optimizer.state_dict_by_name(), "state": named["state"]}
+
+
+@on_ranks(world_size=2)
+def test_what_torchs_functions_would_do_wrong_is_one_warning(rank: int, tmp_path: Path) -> None:
     model, optimizer = _pair("SGD", 2)
     full = StateDictOptions(full_state_dict=True)
     for act in (
-        lambda: dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{folder}/first"),
+        lambda: dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{tmp_path}/first"),
         lambda: get_optimizer_state_dict(model, optimizer, options=full),
         lambda: copy.deepcopy(get_optimizer_state_dict(model, optimizer)),
     ):
@@ -189,20 +193,12 @@ def _warnings(rank: int, folder: str) -> None:
         assert all("frozen parameters units.0.bias" in text and "load_dcp" in text for text in texts)
         assert frozen not in target.state, "torch has left it out"
         optimizer.load_state_dict(state_of(optimizer, state))
-    path = f"{folder}/frozen"
+    path = f"{tmp_path}/frozen"
     checkpoint.save(path, model, optimizer)
     checkpoint.load(path, model, new)
     assert torch.equal(
         _ours(model, new)["units.0.bias.momentum_buffer"], whole(state["state"]["units.0.bias"]["momentum_buffer"])
     )
-
-
-def state_of(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
-    return {**optimizer.state_dict_by_name(), "state": named["state"]}
-
-
-def test_what_torchs_functions_would_do_wrong_is_one_warning(tmp_path: Path) -> None:
-    run_ranks(_warnings, str(tmp_path), world_size=2)
 
 
 @on_ranks(world_size=2)
@@ -240,7 +236,8 @@ class CountsInGroups(torch.optim.SGD):
                     self.state[parameter]["last"] = parameter.grad.clone()
 
 
-def _counts(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_torchs_functions_load_counts_in_groups_into_a_new_optimizer(rank: int, tmp_path: Path) -> None:
     def pair() -> tuple[OptionalBias, Any]:
         model = layerzero.shard_model(OptionalBias(2), mesh=mesh_of(2), units=("units.0", "units.1"))
         return model, layerzero.shard_optimizer(CountsInGroups(model.parameters(), lr=0.5), model, elementwise=True)
@@ -252,7 +249,7 @@ def _counts(rank: int, folder: str) -> None:
             _step(model, optimizer, number)
             if number == 1:
                 states = get_state_dict(model, optimizer, options=options)
-                dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}/{flat}")
+                dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{tmp_path}/{flat}")
         other, new = pair()
         states = get_state_dict(other, new, options=options)
         assert "step" not in new.param_groups[0]
@@ -260,17 +257,13 @@ def _counts(rank: int, folder: str) -> None:
             set_optimizer_state_dict(other, new, states[1])
             assert not new.state and "step" not in new.param_groups[0], "nothing was loaded"
         state = {"model": states[0], "optimizer": states[1]}
-        dcp.load(state, checkpoint_id=f"{folder}/{flat}")
+        dcp.load(state, checkpoint_id=f"{tmp_path}/{flat}")
         set_state_dict(
             other, new, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
         )
         for number in range(2, 4):
             _step(other, new, number)
         assert not (wrong := different(_ours(other, new), _ours(model, optimizer))), (flat, wrong)
-
-
-def test_torchs_functions_load_counts_in_groups_into_a_new_optimizer(tmp_path: Path) -> None:
-    run_ranks(_counts, str(tmp_path), world_size=2)
 
 
 def _recipe(rank: int, path: str) -> None:

@@ -162,19 +162,16 @@ class NoReset(nn.Module):
         return F.linear(x, self.weight)
 
 
-def _copy_whole(rank: int, folder: str) -> None:
+@on_ranks(world_size=WORLD)
+def test_storages_are_not_copied_and_objects_are_not_duplicated(rank: int, tmp_path: Path) -> None:
     model = _shard(integer_net())
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with pytest.raises(TypeError):
-        dcp.async_save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/async")
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/sync")
+        dcp.async_save({"model": get_model_state_dict(model)}, checkpoint_id=f"{tmp_path}/async")
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{tmp_path}/sync")
     for whole in (model, model.first.weight, optimizer):
         with pytest.raises(TypeError, match=r"deepcopy of a .* is not supported"):
             copy.deepcopy(whole)
-
-
-def test_storages_are_not_copied_and_objects_are_not_duplicated(tmp_path: Path) -> None:
-    run_ranks(_copy_whole, str(tmp_path), world_size=WORLD)
 
 
 def _fill(module: nn.Module) -> None:

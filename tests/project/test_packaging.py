@@ -15,7 +15,7 @@ import torch
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.snippets import Block, MyModel
 
 pytestmark = pytest.mark.slow
@@ -67,16 +67,13 @@ def test_the_import_is_silent_without_numpy() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
-def _without_numpy(rank: int, folder: str) -> None:
+@on_ranks(world_size=2)
+def test_what_needs_numpy_says_so_on_all_ranks(rank: int, tmp_path: Path) -> None:
     model = layerzero.shard_model(MyModel(), zero3_size=2, units={Block})
     with mock.patch.dict(sys.modules, {"numpy": None}):
         for wanted in (checkpoint.save, checkpoint.load):
             with pytest.raises(ModuleNotFoundError, match=r"a checkpoint needs numpy, .*Run pip install numpy"):
-                wanted(f"{folder}/one", model)
+                wanted(f"{tmp_path}/one", model)
         with pytest.raises(ModuleNotFoundError, match=r"layerzero.verify needs numpy, .*Run pip install numpy"):
             layerzero.verify(MyModel, lambda index, rank: torch.ones(2, 8))
-    checkpoint.save(f"{folder}/one", model)
-
-
-def test_what_needs_numpy_says_so_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_without_numpy, str(tmp_path), world_size=2)
+    checkpoint.save(f"{tmp_path}/one", model)

@@ -150,7 +150,10 @@ def test_a_flipped_bit_is_noticed_before_the_next_step_and_located(size: int, lo
     assert missed == [[]] * 4, "\n".join(missed[0])
 
 
-def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (2, False), (4, False)])
+@on_ranks(shared_memory=None)
+def test_what_users_may_do_is_no_corruption(rank: int, tmp_path: Path, size: int, low: bool) -> None:
     model, optimizer, _ = _net(size, low=low)
     guard = layerzero.guard_corruption(model, optimizer, every=1)
     ema = layerzero.EMA(model, decay=0.5)
@@ -182,8 +185,8 @@ def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
             with layerzero.unsharded(model, writeback=True):
                 model.head.bias.data.zero_()
         if step == 6:
-            checkpoint.save(f"{folder}/one", model, optimizer)
-            checkpoint.load(f"{folder}/one", model, optimizer)
+            checkpoint.save(f"{tmp_path}/one", model, optimizer)
+            checkpoint.load(f"{tmp_path}/one", model, optimizer)
         if step == 7:
             with ema.swapped():
                 model(integer_batch(rank=rank)[0])
@@ -193,12 +196,6 @@ def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
             model.first.requires_grad_(False)
     assert guard.checks == 10 and layerzero.fingerprint(model).ok
     guard.close()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (2, False), (4, False)])
-def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool) -> None:
-    run_ranks(_all_that_is_allowed, str(tmp_path), size, low, shared_memory=None)
 
 
 @on_ranks()

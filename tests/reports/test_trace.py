@@ -19,7 +19,7 @@ from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of
 from tests.support.late_threads import late_threads
 from tests.support.launches import Launches, launches_of
 from tests.support.models import TiedTransformer, update
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 UNITS = {"the root", *TiedTransformer.UNITS}
 
@@ -100,7 +100,9 @@ def test_each_rank_writes_a_file_with_names_of_units(tmp_path: Path) -> None:
     run_ranks(_writes_files, str(tmp_path), shared_memory="off")
 
 
-def _graphs(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_spans_are_nested_for_every_kind_of_graph(rank: int) -> None:
     for name, net, passes in (
         ("checkpoints", Chain(Block(reentrant=False), Block(), reentrant=False), one_pass),
         ("reentrant", Chain(Block(), Block(), reentrant=True), one_pass),
@@ -125,11 +127,6 @@ def _graphs(rank: int) -> None:
             assert "backward the root/forward units.1" in found and "backward the root/backward units.1" in found
 
 
-@pytest.mark.slow
-def test_spans_are_nested_for_every_kind_of_graph() -> None:
-    run_ranks(_graphs)
-
-
 def _around(event: Any) -> list[str]:
     """Return the names of the ranges around an event of the profiler."""
     names = []
@@ -138,7 +135,9 @@ def _around(event: Any) -> list[str]:
     return names
 
 
-def _profiled(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(shared_memory="off")
+def test_torchs_profiler_shows_ranges_with_the_names_of_units(rank: int) -> None:
     model, optimizer = transformer()
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, late_threads(0.02):
@@ -171,8 +170,3 @@ def _profiled(rank: int) -> None:
         output = failing(batch(rank, 1).requires_grad_())
     loss_of(output).backward()
     assert not get_state(failing).parts._open, "ranges that began under the profiler end without it"
-
-
-@pytest.mark.slow
-def test_torchs_profiler_shows_ranges_with_the_names_of_units() -> None:
-    run_ranks(_profiled, shared_memory="off")

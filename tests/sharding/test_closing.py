@@ -214,7 +214,10 @@ class _Raises(nn.Module):
         return self.layers[2](self.layers[1](x))
 
 
-def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("fails_on", [(0, 1, 2, 3), (0,)], ids=["all", "one"])
+@on_ranks(world_size=WORLD, pg_timeout=60)
+def test_a_model_with_a_gather_in_flight_is_released(rank: int, fails_on: tuple[int, ...]) -> None:
+    """Begin the gather on all ranks or on one; in the latter case the others' release ends it."""
     sharded(rank)
     before = counts()
     model = layerzero.shard_model(_Raises(), zero3_size=2, units={nn.Linear})
@@ -226,12 +229,6 @@ def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
             model(torch.ones(1, 8))
     del model
     assert_not_grown(before, 20)
-
-
-@pytest.mark.parametrize("fails_on", [(0, 1, 2, 3), (0,)], ids=["all", "one"])
-def test_a_model_with_a_gather_in_flight_is_released(fails_on: tuple[int, ...]) -> None:
-    """Begin the gather on all ranks or on one; in the latter case the others' release ends it."""
-    run_ranks(_dropped_after_a_failure, fails_on, world_size=WORLD, pg_timeout=60)
 
 
 # layerzero.close
@@ -332,13 +329,14 @@ def test_close_is_refused_inside_a_pass(rank: int) -> None:
             use()
 
 
-def _saving(rank: int, folder: str) -> None:
+@on_ranks(world_size=WORLD)
+def test_a_save_in_the_background_ends_first(rank: int, tmp_path: Path) -> None:
     sharded(rank)
     before = counts()
     for name in ("closed", "collected"):
         model, optimizer = sharded(rank)
         expected = full_parameters(model)
-        pending = layerzero.checkpoint.save_async(f"{folder}/{name}", model, optimizer)
+        pending = layerzero.checkpoint.save_async(f"{tmp_path}/{name}", model, optimizer)
         if name == "closed":
             layerzero.close(model)
             assert pending.done()
@@ -348,13 +346,9 @@ def _saving(rank: int, folder: str) -> None:
         assert_not_grown(before)
         model, optimizer = sharded(rank)
         train(model, optimizer, rank, range(1, 2))
-        layerzero.checkpoint.load(f"{folder}/{name}", model, optimizer)
+        layerzero.checkpoint.load(f"{tmp_path}/{name}", model, optimizer)
         assert not different(full_parameters(model), expected), name
         del model, optimizer
-
-
-def test_a_save_in_the_background_ends_first(tmp_path: Any) -> None:
-    run_ranks(_saving, str(tmp_path), world_size=WORLD)
 
 
 @on_ranks(world_size=WORLD, shared_memory="auto")

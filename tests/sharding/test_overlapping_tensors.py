@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def _shard(model: nn.Module, **settings: Any) -> nn.Module:
@@ -68,7 +68,9 @@ DISJOINT: dict[str, Callable[[Tensor], nn.Module]] = {
 }
 
 
-def _shared_memory(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks()
+def test_tensors_that_share_elements_are_refused_and_views_of_one_buffer_are_not(rank: int, world_size: int) -> None:
     for name, make in SHARED.items():
         with pytest.raises(ValueError, match=r"shares memory with .*b\.weight = a\.weight.*p\.data\.clone\(\)"):
             _shard(make(torch.arange(24.0).view(6, 4)), param_init_fn=lambda module: None)
@@ -87,8 +89,3 @@ def _shared_memory(rank: int) -> None:
     for p, values in zip(recurrent.parameters(), flat.split([p.numel() for p in recurrent.parameters()]), strict=True):
         p.data = values.view(p.shape)
     _shard(recurrent)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_tensors_that_share_elements_are_refused_and_views_of_one_buffer_are_not(world_size: int) -> None:
-    run_ranks(_shared_memory, world_size=world_size)

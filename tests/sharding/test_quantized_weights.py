@@ -177,35 +177,12 @@ def test_adapters_are_trained_on_bases_that_cannot_be(run: Callable[..., Any]) -
     run(_trained, world_size=WORLD)
 
 
-def _saved(rank: int, folder: Path) -> None:
-    torch.manual_seed(0)
-    model = shard(Base(), ignored_params="unsupported")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(trained), model)
-    one_pass(model, rank, 0)
-    layerzero.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    layerzero.checkpoint.save(folder / "saved", model, optimizer)
-    torch.manual_seed(1)
-    fresh = shard(Base(), size=4, ignored_params="unsupported")
-    other = layerzero.shard_optimizer(torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad]), fresh)
-    layerzero.checkpoint.load(folder / "saved", fresh, other)
-    assert torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
-    assert torch.equal(fresh.layers[1].weight, model.layers[1].weight)
-    layerzero.load_full_state_dict(fresh, layerzero.full_state_dict(model))
-    with layerzero.unsharded(model), torch.no_grad():
-        assert torch.equal(model(batch(rank, 0)), fresh(batch(rank, 0)))
-
-
-def _not_saved(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused(rank: int, tmp_path: Path) -> None:
     model = shard(Base(as_class=True), ignored_params="unsupported")
     with pytest.raises(TypeError, match=r"layers.0.weight: a Int8, .*trainable_only=True"):
-        layerzero.checkpoint.save(folder / "saved", model)
-    assert not (folder / "saved").exists()
-
-
-def test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused(tmp_path: Path) -> None:
-    run_ranks(_not_saved, tmp_path, world_size=2)
+        layerzero.checkpoint.save(tmp_path / "saved", model)
+    assert not (tmp_path / "saved").exists()
 
 
 def _adapted(kind: type[Int8], seed: int, size: int) -> tuple[nn.Module, Any]:
@@ -214,9 +191,10 @@ def _adapted(kind: type[Int8], seed: int, size: int) -> tuple[nn.Module, Any]:
     return model, layerzero.shard_optimizer(torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), model)
 
 
-def _in_parts(rank: int, folder: Path) -> None:
+@on_ranks(world_size=WORLD)
+def test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out(rank: int, tmp_path: Path) -> None:
     for kind in (Flat, Nested):
-        path = folder / kind.__name__
+        path = tmp_path / kind.__name__
         model, optimizer = _adapted(kind, 0, 2)
         one_pass(model, rank, 0)
         update(optimizer)
@@ -234,7 +212,7 @@ def _in_parts(rank: int, folder: Path) -> None:
             one_pass(net, rank, 1)
             update(its_optimizer)
         assert torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
-    flat, nested = folder / "Flat", folder / "Nested"
+    flat, nested = tmp_path / "Flat", tmp_path / "Nested"
     before = fresh.layers[0].weight.numbers.clone()
     for path, model, match in (
         (flat, fresh, r"layers.0.weight: expected .*Nested of .*outer: .*Flat of .*the checkpoint has .*Flat of"),
@@ -247,22 +225,19 @@ def _in_parts(rank: int, folder: Path) -> None:
         layerzero.checkpoint.load(flat, _adapted(Flat, 1, 2)[0])
     assert torch.equal(fresh.layers[0].weight.numbers, before)
     with pytest.raises(ValueError, match=r"layers.0.weight is a tensor subclass \(one of 2\)"):
-        export_model(flat, folder / "whole.safetensors")
+        export_model(flat, tmp_path / "whole.safetensors")
     with mock.patch.object(Flat, "bits", object()), pytest.raises(TypeError, match="a tensor subclass"):
-        layerzero.checkpoint.save(folder / "odd", _adapted(Flat, 1, 2)[0])
+        layerzero.checkpoint.save(tmp_path / "odd", _adapted(Flat, 1, 2)[0])
     with pytest.raises(TypeError, match=r"extra.base: a Flat, a tensor subclass"):
-        layerzero.checkpoint.save(folder / "odd", model, extra={"base": Flat(*_quantized())})
-
-
-def test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out(tmp_path: Path) -> None:
-    run_ranks(_in_parts, tmp_path, world_size=WORLD)
+        layerzero.checkpoint.save(tmp_path / "odd", model, extra={"base": Flat(*_quantized())})
 
 
 def _numbers(model: Any) -> list[Tensor]:
     return [part.clone() for layer in model.layers for part in (layer.weight.numbers, layer.weight.scale)]
 
 
-def _odd_subclasses(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_classes_that_say_less_than_what_they_are_are_refused(rank: int, tmp_path: Path) -> None:
     for way, match in (
         ("raises", r"layers.0.weight: .*Odd.__tensor_flatten__ failed: ArithmeticError: no way to say it"),
         ("no tensor", "layers.0.weight: a Odd, a tensor subclass"),
@@ -271,21 +246,21 @@ def _odd_subclasses(rank: int, folder: Path) -> None:
     ):
         model = _adapted(Odd, 0, 2)[0]
         with mock.patch.object(Odd, "way", way), pytest.raises(TypeError, match=match):
-            layerzero.checkpoint.save(folder / "odd", model)
+            layerzero.checkpoint.save(tmp_path / "odd", model)
     with pytest.raises(TypeError, match=r"_extra_state: a Flat, a tensor subclass"):
-        layerzero.checkpoint.save(folder / "odd", layerzero.shard_model(Stateful(), zero3_size=1))
+        layerzero.checkpoint.save(tmp_path / "odd", layerzero.shard_model(Stateful(), zero3_size=1))
     with (
         mock.patch.object(Odd, "way", "raises" if rank == 1 else "no tensor"),
         pytest.raises((TypeError, RuntimeError)),
     ):
-        layerzero.checkpoint.save(folder / "odd", model)
-    assert not (folder / "odd").exists()
+        layerzero.checkpoint.save(tmp_path / "odd", model)
+    assert not (tmp_path / "odd").exists()
     # It is the same on every device.
-    layerzero.checkpoint.save(folder / "there", saved := _adapted(OnDevice, 0, 2)[0])
+    layerzero.checkpoint.save(tmp_path / "there", saved := _adapted(OnDevice, 0, 2)[0])
     here = _adapted(OnDevice, 1, 2)[0]
     with mock.patch.object(OnDevice, "where", torch.device("cuda", 2 + rank)):
-        layerzero.checkpoint.load(folder / "there", here)
-        layerzero.checkpoint.save(folder / "elsewhere", here)
+        layerzero.checkpoint.load(tmp_path / "there", here)
+        layerzero.checkpoint.save(tmp_path / "elsewhere", here)
     assert all(map(torch.equal, _numbers(here), _numbers(saved)))
     # One that cannot be filled, and a checkpoint with plain values under its name.
     torch.manual_seed(0)
@@ -293,53 +268,63 @@ def _odd_subclasses(rank: int, folder: Path) -> None:
     for layer in plain.layers:
         layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=FP64), requires_grad=False)
         del layer.scale
-    layerzero.checkpoint.save(folder / "plain", shard(plain, ignored_params="unsupported"))
+    layerzero.checkpoint.save(tmp_path / "plain", shard(plain, ignored_params="unsupported"))
     for kind, text in (
         (Int8, "a Int8, a tensor subclass, does not expose"),
         (Flat, "expected .*Flat of .* but the checkpoint has another kind of entry"),
     ):
         with pytest.raises(ValueError, match=rf"layers.0.weight: {text}"):
-            layerzero.checkpoint.load(folder / "plain", _adapted(kind, 0, 2)[0])
+            layerzero.checkpoint.load(tmp_path / "plain", _adapted(kind, 0, 2)[0])
 
 
-def test_classes_that_say_less_than_what_they_are_are_refused(tmp_path: Path) -> None:
-    run_ranks(_odd_subclasses, tmp_path, world_size=2)
-
-
-def _all_or_nothing(rank: int, folder: Path) -> None:
+@on_ranks(world_size=2)
+def test_a_tensor_of_a_class_is_loaded_in_all_its_parts_or_not_at_all(rank: int, tmp_path: Path) -> None:
     model, _ = _adapted(Flat, 0, 2)
-    pending = layerzero.checkpoint.save_async(folder / "saved", model)
+    pending = layerzero.checkpoint.save_async(tmp_path / "saved", model)
     expected = _numbers(model)
     for layer in model.layers:
         layer.weight.numbers.zero_()  # the written value equals the old one
     pending.wait()
     whole = _adapted(Flat, 1, 2)[0]
-    layerzero.checkpoint.load(folder / "saved", whole)
+    layerzero.checkpoint.load(tmp_path / "saved", whole)
     assert all(map(torch.equal, _numbers(whole), expected))
     other, _ = _adapted(Flat, 1, 2)
     other.layers[0].weight.scale = other.layers[0].weight.scale[:1].clone()  # nominally of the same settings
     before = _numbers(other)
     with pytest.raises(ValueError, match=r"scale of layers.0.weight: expected shape \[1, 1\]"):
-        layerzero.checkpoint.load(folder / "saved", other)
+        layerzero.checkpoint.load(tmp_path / "saved", other)
     assert all(map(torch.equal, _numbers(other), before))
     with pytest.warns(UserWarning, match="skipped the entries") if rank == 0 else nullcontext():
-        layerzero.checkpoint.load(folder / "saved", other, strict=False)
+        layerzero.checkpoint.load(tmp_path / "saved", other, strict=False)
     assert all(map(torch.equal, _numbers(other), [*before[:2], *expected[2:]]))
     shared, _ = _adapted(Flat, 1, 2)
     shared.layers[1].weight.scale = shared.layers[0].weight.scale
     with pytest.raises(ValueError, match=r"scale of layers.0.weight and scale of layers.1.weight are one parameter"):
-        layerzero.checkpoint.load(folder / "saved", shared)
-    layerzero.checkpoint.save(folder / "shared", shared)
-    layerzero.checkpoint.load(folder / "shared", whole)
+        layerzero.checkpoint.load(tmp_path / "saved", shared)
+    layerzero.checkpoint.save(tmp_path / "shared", shared)
+    layerzero.checkpoint.load(tmp_path / "shared", whole)
     assert all(map(torch.equal, _numbers(whole), _numbers(shared)))
 
 
-def test_a_tensor_of_a_class_is_loaded_in_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
-    run_ranks(_all_or_nothing, tmp_path, world_size=2)
-
-
-def test_integer_bases_go_into_checkpoints_and_out(tmp_path: Path) -> None:
-    run_ranks(_saved, tmp_path, world_size=WORLD)
+@on_ranks(world_size=WORLD)
+def test_integer_bases_go_into_checkpoints_and_out(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = shard(Base(), ignored_params="unsupported")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(trained), model)
+    one_pass(model, rank, 0)
+    layerzero.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    layerzero.checkpoint.save(tmp_path / "saved", model, optimizer)
+    torch.manual_seed(1)
+    fresh = shard(Base(), size=4, ignored_params="unsupported")
+    other = layerzero.shard_optimizer(torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad]), fresh)
+    layerzero.checkpoint.load(tmp_path / "saved", fresh, other)
+    assert torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
+    assert torch.equal(fresh.layers[1].weight, model.layers[1].weight)
+    layerzero.load_full_state_dict(fresh, layerzero.full_state_dict(model))
+    with layerzero.unsharded(model), torch.no_grad():
+        assert torch.equal(model(batch(rank, 0)), fresh(batch(rank, 0)))
 
 
 @on_ranks(world_size=1)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import layerzero
 from tests.dtensor.test_extensions import Rounded
 from tests.support.models import LayerwiseScaling, assert_same_bits, exact_sgd, in_lockstep, integer_net
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 STALE = r"was parameter '{}' until shard_model replaced it.*model\.parameters\(\) again, after shard_model"
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -108,7 +108,9 @@ class Scaled(nn.Module):
         self.register_buffer("table", torch.ones(2))
 
 
-def _every_use(rank: int) -> None:
+@WORLDS
+@on_ranks()
+def test_every_use_of_a_stale_parameter_raises_and_names_it(rank: int, world_size: int) -> None:
     model = Scaled()
     model.first.weight.lr_mul = 2
     old = dict(model.named_parameters())
@@ -129,11 +131,6 @@ def _every_use(rank: int) -> None:
     assert "first.weight" in repr(weight) and "shard_model" in f"{[weight]} {weight}" and "grad" in dir(weight)
     assert old["ignored"] is model.ignored and buffer is model.table
     assert old["ignored"].add(1).sum() == 4 and clip_grad_norm_([old["ignored"]], 1.0) == 0
-
-
-@WORLDS
-def test_every_use_of_a_stale_parameter_raises_and_names_it(world_size: int) -> None:
-    run_ranks(_every_use, world_size=world_size)
 
 
 @pytest.mark.slow

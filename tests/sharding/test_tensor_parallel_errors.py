@@ -94,7 +94,9 @@ def test_an_initialization_that_fails_on_some_tp_ranks_fails_on_all() -> None:
         assert "no values for this module" in message and seconds < 25, (message, seconds)
 
 
-def _edit(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_copies_that_were_edited_differently_on_tp_ranks_are_refused(rank: int, world_size: int) -> None:
     model = _shard()
     before = full_parameters(model)
     for name in ("plain", "copied"):  # the same on the ranks of a data-parallel group
@@ -111,11 +113,6 @@ def _edit(rank: int) -> None:
         refused = pytest.raises(ValueError, match=r"ranks disagree: cut is .*\b3\b")
         with refused, layerzero.unsharded(model, writeback=True), torch.no_grad():
             model.cut.to_local().add_(rank == 3)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_copies_that_were_edited_differently_on_tp_ranks_are_refused(world_size: int) -> None:
-    run_ranks(_edit, world_size=world_size)
 
 
 def _load(rank: int) -> list[str]:

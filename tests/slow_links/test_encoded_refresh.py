@@ -415,7 +415,10 @@ def test_a_rank_can_ask_for_a_full_refresh(rank: int) -> None:
         assert followed == {label: label == "layers.1" and rank % 2 == 1 for label in followed}, deferred
 
 
-def _predicted(rank: int) -> None:
+@pytest.mark.default_sample(1)
+@BOTH
+@on_ranks()
+def test_the_last_changes_of_weights_are_equal_on_all_replicas(rank: int, shared_memory: str | None) -> None:
     """All replicas have the last change of each weight, and full refreshes reset it."""
     model = _shard(2, "lossless")
     optimizers = make_adamw(model)
@@ -440,12 +443,6 @@ def _predicted(rank: int) -> None:
         assert weights.last_change.any() == bool(rank % 2), "ranks 0 and 2 have the same ZeRO-3 shards"
     report = layerzero.memory(_shard(2, INT4))
     assert report.measured["refresh_state"] == report.predicted["refresh_state"] == 0
-
-
-@pytest.mark.default_sample(1)
-@BOTH
-def test_the_last_changes_of_weights_are_equal_on_all_replicas(shared_memory: str | None) -> None:
-    run_ranks(_predicted, shared_memory=shared_memory)
 
 
 class _Useless(LosslessDifferences):

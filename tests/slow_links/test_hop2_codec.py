@@ -143,7 +143,11 @@ def _train(model: nn.Module, rank: int, optimizers: list[Any] | None = None, ste
     return full_parameters(model)
 
 
-def _same_bits(rank: int, stride: int) -> None:
+@pytest.mark.slow
+@every_nth_setting(5)
+@BOTH_SHARED_SLOW
+@on_ranks()
+def test_a_codec_that_changes_nothing_changes_no_bit(rank: int, stride: int, shared_memory: str | None) -> None:
     others: tuple[dict[str, Any], ...] = (
         {},
         {"offload": Offload(grads=True)},
@@ -157,13 +161,6 @@ def _same_bits(rank: int, stride: int) -> None:
                 model = _model(codec, size, accumulation=mode, **settings)
             found.append(_train(model, rank))
         assert not different(*found), (size, mode, settings)
-
-
-@pytest.mark.slow
-@every_nth_setting(5)
-@BOTH_SHARED_SLOW
-def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None, stride: int) -> None:
-    run_ranks(_same_bits, stride, shared_memory=shared_memory)
 
 
 @pytest.mark.slow
@@ -227,7 +224,14 @@ def _still(model: nn.Module) -> Any:
     return layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
 
 
-def _sums(rank: int) -> None:
+def _exact(rank: int, size: int) -> dict[str, Tensor]:
+    return _gradients(_model(None, size), rank)
+
+
+@pytest.mark.exhaustive
+@BOTH_SHARED_EXHAUSTIVE
+@on_ranks()
+def test_errors_do_not_add_up_over_steps(rank: int, shared_memory: str | None) -> None:
     for size, mode in itertools.product((1, 2), MODES):
         errors = {}
         for codec in (INT4, layerzero.Int4Blocks(feedback=False)):
@@ -241,16 +245,6 @@ def _sums(rank: int) -> None:
             errors[codec.feedback] = float((total - 20 * exact).norm() / first)
             assert bool(layerzero.memory(model).measured["residual"]) == codec.feedback
         assert errors[True] < 3 and errors[False] > 15, (size, mode, errors)
-
-
-def _exact(rank: int, size: int) -> dict[str, Tensor]:
-    return _gradients(_model(None, size), rank)
-
-
-@pytest.mark.exhaustive
-@BOTH_SHARED_EXHAUSTIVE
-def test_errors_do_not_add_up_over_steps(shared_memory: str | None) -> None:
-    run_ranks(_sums, shared_memory=shared_memory)
 
 
 def _dropped(rank: int, folder: str) -> None:
@@ -402,7 +396,10 @@ def test_a_clipped_nan_does_not_stay_in_the_errors(rank: int) -> None:
 # --- bytes ---
 
 
-def _counted(rank: int) -> None:
+@pytest.mark.slow
+@BOTH_SHARED_EXHAUSTIVE
+@on_ranks()
+def test_bytes_and_memory_are_those_that_are_predicted(rank: int, shared_memory: str | None) -> None:
     for size, mode, policy, codec in itertools.product((1, 2), MODES, (None, BF16), (INT8, INT4)):
         model = _model(codec, size, accumulation=mode, mp_policy=policy or MixedPrecisionPolicy())
         _train(model, rank)
@@ -413,12 +410,6 @@ def _counted(rank: int) -> None:
         exact = 4 * sum(handle.layout.numel for handle in get_state(model).handles) // 4 * (4 // size - 1)
         calls = traffic.calls["hop2"] // len(get_state(model).handles)
         assert traffic.bytes["hop2"] < 0.6 * exact * calls, "small parts are padded to 16 bytes"
-
-
-@pytest.mark.slow
-@BOTH_SHARED_EXHAUSTIVE
-def test_bytes_and_memory_are_those_that_are_predicted(shared_memory: str | None) -> None:
-    run_ranks(_counted, shared_memory=shared_memory)
 
 
 @pytest.mark.exhaustive
