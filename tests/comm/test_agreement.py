@@ -19,10 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import Offload, PrecisionPolicy
 from layerzero.comm.process_groups import mesh_group
-from tests.support.models import (
-    different,
-    full_parameters,
-)
+from tests.support.models import different, full_parameters
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow

@@ -21,14 +21,7 @@ from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUsage
 from tests.support import wrapped_gloo
-from tests.support.models import (
-    different,
-    full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-    train,
-)
+from tests.support.models import different, full_parameters, integer_batch, integer_loss, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks
 
 pytestmark = pytest.mark.slow

@@ -17,13 +17,7 @@ from layerzero.comm.process_groups import mesh_group
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
 from tests.support.launches import three_steps
-from tests.support.models import (
-    SideBySide,
-    different,
-    exact_sgd,
-    integer_net,
-    train,
-)
+from tests.support.models import SideBySide, different, exact_sgd, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 

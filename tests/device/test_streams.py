@@ -26,13 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero import Codecs, Offload, PrecisionPolicy
-from layerzero.comm.collectives import (
-    Collective,
-    PendingCollective,
-    PendingSmallGather,
-    all_gather,
-    all_gather_small,
-)
+from layerzero.comm.collectives import Collective, PendingCollective, PendingSmallGather, all_gather, all_gather_small
 from layerzero.device import buffer_pools
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.handle import GatherState

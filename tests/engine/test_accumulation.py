@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, prepare
-from tests.support.models import (
-    different,
-    exact_sgd,
-    full_gradients,
-    integer_batch,
-    integer_loss,
-    integer_net,
-    union,
-)
+from tests.support.models import different, exact_sgd, full_gradients, integer_batch, integer_loss, integer_net, union
 from tests.support.ranks import BOTH, on_ranks, run_ranks
 
 

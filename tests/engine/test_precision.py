@@ -20,14 +20,7 @@ from layerzero import PrecisionPolicy
 from layerzero.engine.reduction_spec import ReductionSpec
 from tests.support import late_backend
 from tests.support.graphs import batch, blocks, loss_of, shard
-from tests.support.models import (
-    different,
-    full_gradients,
-    full_parameters,
-    integer_batch,
-    integer_loss,
-    integer_net,
-)
+from tests.support.models import different, full_gradients, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import BOTH, BOTH_SHARED_SLOW, mesh_of, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 

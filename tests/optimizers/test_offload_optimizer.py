@@ -22,9 +22,7 @@ from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.gradient_storage import HostStorage
 from layerzero.engine.hooks import get_state
 from tests.optimizers import test_grad_scaler
-from tests.support.graphs import (
-    WORLD,
-)
+from tests.support.graphs import WORLD
 from tests.support.late_device import Device, DeviceCopies, Stream
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
