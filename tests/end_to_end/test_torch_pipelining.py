@@ -11,24 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import layerzero
+from tests.support.graphs import WIDTH, Block
 from tests.support.models import update
 from tests.support.ranks import BOTH_SHARED_SLOW, on_ranks
 
-WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 8, 2, 4, 3
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+SAMPLES, MICRO_BATCHES, STEPS = 2, 4, 3
 
 
 def whole_model(layers: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(layers)))
+    return nn.Sequential(*(Block() for _ in range(layers))).float()
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -75,7 +67,7 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
     chunks, stages, optimizers = [], [], []
     for index in range(pipeline, count, 2):
         chunk = nn.Sequential(*whole_model(layers)[2 * index : 2 * index + 2])
-        chunk = layerzero.shard_model(chunk, mesh=mesh, units=Layer, accumulation=accumulation)
+        chunk = layerzero.shard_model(chunk, mesh=mesh, units=Block, accumulation=accumulation)
         chunks.append((index, chunk))
         optimizers.append(layerzero.shard_optimizer(sgd(chunk.parameters()), chunk))
         device = torch.device("cpu")

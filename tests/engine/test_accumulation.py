@@ -75,20 +75,9 @@ def test_clipping_uses_the_norm_of_the_whole_model(shared_memory: str | None) ->
     run_ranks(_clip, (*alone, (2, "sharded"), (2, "full"), (4, "full")), shared_memory=shared_memory)
 
 
-class Matrix(nn.Module):
-    """Module with one parameter [rows, 4]."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.arange(4.0 * rows).reshape(rows, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.t()
-
-
-def _backward_of_matrix(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
-    """Return a sharded Matrix after a backward, and its full expected gradient."""
-    model = layerzero.shard_model(Matrix(rows), zero3_size=2)
+def _backward_of_layer(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
+    """Return a sharded layer with one weight [rows, 4] after a backward, and its full expected gradient."""
+    model = layerzero.shard_model(nn.Linear(4, rows, bias=False), zero3_size=2)
     model(torch.tensor([[1.0, -2.0, 3.0, 4.0 * rank]])).sum().backward()
     return model, torch.tensor([1.0, -2.0, 3.0, 6.0]).expand(rows, 4)
 
@@ -97,18 +86,18 @@ def _backward_of_matrix(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
 def test_clipping_where_every_rank_holds_rows_or_most_hold_none(rank: int) -> None:
     for rows, clip in ((8, torch_clips), (8, layerzero.clip_grad_norm_), (1, layerzero.clip_grad_norm_)):
         for norm_type in (math.inf, 2.0):
-            model, gradient = _backward_of_matrix(rank, rows)
+            model, gradient = _backward_of_layer(rank, rows)
             expected = torch.linalg.vector_norm(gradient, norm_type)
             torch.testing.assert_close(clip(model, 0.5, norm_type), expected, msg=f"norm {norm_type}")
-            torch.testing.assert_close(model.matrix.grad.full_tensor(), 0.5 * gradient / expected)
-            assert len(model.matrix.to_local()) in ((2,) if rows == 8 else (0, 1))
+            torch.testing.assert_close(model.weight.grad.full_tensor(), 0.5 * gradient / expected)
+            assert len(model.weight.to_local()) in ((2,) if rows == 8 else (0, 1))
     # torch's clipping, before its first collective: an error on one rank leaves the other ranks waiting.
     norms = {
-        "linalg": lambda model: torch.linalg.vector_norm(model.matrix.grad, math.inf).to_local().item(),
-        "foreach": lambda model: torch._foreach_norm([model.matrix.grad], math.inf)[0].to_local().item(),
+        "linalg": lambda model: torch.linalg.vector_norm(model.weight.grad, math.inf).to_local().item(),
+        "foreach": lambda model: torch._foreach_norm([model.weight.grad], math.inf)[0].to_local().item(),
     }
-    model, _ = _backward_of_matrix(rank, 1)
-    largest = 6.0 if model.matrix.to_local().numel() else 0.0
+    model, _ = _backward_of_layer(rank, 1)
+    largest = 6.0 if model.weight.to_local().numel() else 0.0
     for name, norm in norms.items():
         answer = answer_of(norm, model)
         assert answer == f"gave {largest}" or "layerzero.clip_grad_norm_" in answer, f"{name}: {answer}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -173,26 +173,18 @@ def test_a_backward_may_come_after_it(rank: int) -> None:
         assert torch.equal(ours, theirs.to(ours.dtype))
 
 
-class _Failing(nn.Module):
-    fails = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise KeyError("of the user")
-        return self.linear(x)
+def _fail(*_: object) -> NoReturn:
+    raise KeyError("of the user")
 
 
-def _failing(zero3_size: int) -> nn.Module:
-    return _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=zero3_size, units={_Failing}, mp_policy=LOW)
+def _two_layers(zero3_size: int) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return _shard(layers, zero3_size=zero3_size, units={nn.Linear}, mp_policy=LOW)
 
 
 @on_ranks(world_size=WORLD)
 def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> None:
-    model = _failing(zero3_size=2)
+    model = _two_layers(zero3_size=2)
     x = torch.ones(1, 4)
     loss = model(x).sum()
     context = layerzero.full_precision(model)
@@ -208,10 +200,10 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
             ):
                 pass
         assert layerzero.full_state_dict(model, rank0_only=False).keys() == model.state_dict().keys()
-        model[1].fails = True
+        failing = model[1].register_forward_pre_hook(_fail)
         with torch.no_grad(), pytest.raises(KeyError, match="of the user"):
             model(x)
-        model[1].fails = False
+        failing.remove()
         with torch.no_grad():
             model(x)
     with (
@@ -258,7 +250,7 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
 
 @on_ranks(world_size=2, pg_timeout=10)
 def test_a_rank_inside_gathered_refuses_it_on_all_ranks(rank: int) -> None:
-    model = _failing(zero3_size=1)
+    model = _two_layers(zero3_size=1)
     with torch.no_grad():
         model(torch.ones(1, 4))
     text = r"layerzero\.full_precision is not possible inside layerzero\.gathered"
@@ -275,7 +267,7 @@ def test_a_rank_inside_gathered_refuses_it_on_all_ranks(rank: int) -> None:
 @BOTH
 @on_ranks(world_size=WORLD, pg_timeout=20)
 def test_replicas_that_call_other_units_are_told(rank: int, shared_memory: str | None) -> None:
-    model = _failing(zero3_size=2)
+    model = _two_layers(zero3_size=2)
     text = r"(?s)different orders.*all data-parallel ranks"
     with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError, match=text):
         for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere

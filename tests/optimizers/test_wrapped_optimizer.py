@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -179,33 +179,24 @@ def test_hooks_run_once_a_step_with_the_optimizer_that_the_user_holds(rank: int)
         handle.remove()
 
 
-class WithForeign(nn.Module):
-    """Net with a parameter that another framework has made a DTensor."""
+class Scaled(nn.Module):
+    """Net with a parameter that another framework has made a DTensor, if there is a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
+        scale = torch.tensor([1.0, 2.0, 4.0])
         self.net = integer_net()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.scale = nn.Parameter(distribute_tensor(torch.tensor([1.0, 2.0, 4.0]), mesh, [Replicate()]))
+        self.scale = nn.Parameter(scale if mesh is None else distribute_tensor(scale, mesh, [Replicate()]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.scale.to_local()
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = integer_net(), nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.scale
+        return self.net(x) * (self.scale.to_local() if isinstance(self.scale, DTensor) else self.scale)
 
 
 @on_ranks()
 def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters(rank: int) -> None:
     made = {}
     for case in ("together", "own group, foreach", "own optimizer"):
-        source, alone = WithForeign(), Plain()
+        source, alone = Scaled(init_device_mesh("cpu", (dist.get_world_size(),))), Scaled()
         model = layerzero.shard_model(source, mesh=mesh_of(2), ignored_params=[source.scale])
         ours = [p for p in model.parameters() if p is not source.scale]
         settings = {"lr": 2**-4, "momentum": 0.5}

@@ -169,19 +169,10 @@ def test_inputs_and_outputs_of_methods_are_cast(rank: int) -> None:
             return self.linear(x)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = layerzero.shard_model(_Two(Asking()), mesh=mesh_of(2), units={Asking}, mp_policy=policy)
-    layerzero.register_forward_method(model.one, "code")
-    output = model.one.code(batch(rank, 0).float())
+    model = layerzero.shard_model(nn.Sequential(Asking()).float(), mesh=mesh_of(2), units={Asking}, mp_policy=policy)
+    layerzero.register_forward_method(model[0], "code")
+    output = model[0].code(batch(rank, 0).float())
     assert seen == [(torch.bfloat16, torch.bfloat16)] and output.dtype == torch.float32
-
-
-class _Two(nn.Module):
-    def __init__(self, one: nn.Module) -> None:
-        super().__init__()
-        self.one = one.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x)
 
 
 # --- forwards inside unsharded ---
