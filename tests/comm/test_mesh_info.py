@@ -11,38 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerzero
-from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, union
+from tests.support.models import IntegerNet, backward, exact_sgd, follow_exactly, full_parameters, integer_net
 from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 WORLD = 4
 
 
-def _train(mesh: DeviceMesh | None, **settings: Any) -> tuple[int, dict[str, Tensor]]:
-    """Return S and the result of two steps on the batches of the mesh's ranks, which equals that of one process."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
+def _train(mesh: DeviceMesh | None) -> int:
+    """Train like one process on the batches of the mesh's ranks; return S."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     found = next(model.parameters()).device_mesh
     ranks = sorted(found.mesh.flatten().tolist())
-    alone = integer_net()
-    exact = exact_sgd(alone.parameters())
-    for step in range(2):
-        with layerzero.no_sync(model):
-            integer_loss(model, integer_batch(step=step, rank=dist.get_rank())).backward()
-        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=dist.get_rank())).backward()
-        for micro_batch in range(2):
-            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in ranks]
-            integer_loss(alone, union(batches)).backward()
-        for each in (optimizer, exact):
-            each.step()
-            each.zero_grad()
-    whole = full_parameters(model)
-    for name, parameter in alone.named_parameters():
-        assert torch.equal(whole[name], parameter), (ranks, name)
-    return found.size(0), whole
+    follow_exactly(model, optimizer, integer_net(), rank=dist.get_rank(), ranks=ranks, micro_batches=2, case=ranks)
+    return found.size(0)
 
 
 def _torchs(rank: int) -> None:
@@ -56,13 +41,13 @@ def _torchs(rank: int) -> None:
         (init_device_mesh("cpu", (4, 1), mesh_dim_names=names), 1),
         (layerzero.init_mesh(2), 2),
     ):
-        assert _train(mesh)[0] == size, mesh
+        assert _train(mesh) == size, mesh
     # Submeshes: the data-parallel ranks of each tensor-parallel rank, adjacent and two apart.
     for names, part in ((("dp", "tp"), "dp"), (("pp", "dp"), "dp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        assert _train(mesh[part])[0] == 2
+        assert _train(mesh[part]) == 2
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    assert _train(mesh["dp_replicate", "dp_shard"])[0] == 1
+    assert _train(mesh["dp_replicate", "dp_shard"]) == 1
 
 
 @pytest.mark.slow
@@ -109,7 +94,7 @@ def test_meshes_of_given_groups_train_as_one_process_unless_their_blocks_are_bad
         mesh, size = layerzero.mesh_from_groups(_group(zero1), _group(zero3)), len(_own(zero3))
         assert mesh.mesh_dim_names == ("replica", "zero3") and mesh.mesh.flatten().tolist() == _own(zero1)
         assert mesh.get_local_rank("zero3") == _own(zero3).index(rank)
-        assert len(_own(zero1)) == 3 or _train(mesh)[0] == size, (zero1, zero3)
+        assert len(_own(zero1)) == 3 or _train(mesh) == size, (zero1, zero3)
     for name, (zero1, zero3) in BAD_GROUPS.items():
         zero1_group, zero3_group, start = _group(zero1), _group(zero3), time.monotonic()
         with pytest.raises((ValueError, RuntimeError), match="zero3_group"):
@@ -139,7 +124,7 @@ def test_without_mesh_and_size_the_ranks_of_a_node_share_the_weights(rank: int) 
     try:
         for said, size in (("2", 2), ("4", 4), ("1", 1)):
             os.environ["LOCAL_WORLD_SIZE"] = said
-            assert _train(None)[0] == size
+            assert _train(None) == size
             assert (mesh := layerzero.init_mesh()).size(1) == size
             # torch warns when it destroys a group of gloo for several device types that has no default backend.
             assert {group.name() for group in mesh.get_all_groups()} == {"gloo"}
@@ -165,7 +150,7 @@ def _alone(rank: int, local_world_size: str | None) -> None:
     if local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = local_world_size
     model = layerzero.shard_model(integer_net())
-    integer_loss(model, integer_batch()).backward()
+    backward(model, rank)
     assert layerzero.init_mesh().size(1) == 1 and model.head.weight.grad.shape == (3, 6)
     os.environ.pop("LOCAL_WORLD_SIZE", None)
 

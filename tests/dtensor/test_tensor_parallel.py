@@ -27,7 +27,7 @@ from layerzero.cli import app
 from tests.support.models import (
     different,
     exact_sgd,
-    full_gradients,
+    follow_exactly,
     full_parameters,
     integer_batch,
     integer_loss,
@@ -87,29 +87,10 @@ def parallel(tp: DeviceMesh, seed: int = 0) -> Net:
     return made
 
 
-def train(model: nn.Module, mesh: DeviceMesh, steps: range) -> None:
-    """Compare gradients, norms and parameters of some steps with two micro-batches with one process."""
+def train(model: nn.Module, dp: DeviceMesh) -> None:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    alone = net()
-    exact = exact_sgd(alone.parameters())
-    dp = mesh["dp"]
-    for step in steps:
-        with layerzero.no_sync(model):
-            integer_loss(model, integer_batch(step=step, rank=dp.get_local_rank())).backward()
-        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=dp.get_local_rank())).backward()
-        for micro_batch in range(2):
-            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in range(dp.size())]
-            integer_loss(alone, union(batches)).backward()
-        expected = {name: p.grad for name, p in alone.named_parameters()}
-        assert not different(full_gradients(model), expected), step
-        ours = layerzero.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        for norm in (float("inf"), 1.0):
-            assert layerzero.clip_grad_norm_(model, 1e9, norm) == nn.utils.clip_grad_norm_(
-                alone.parameters(), 1e9, norm
-            )
-        update(optimizer, exact)
-        assert not different(full_parameters(model), dict(alone.named_parameters())), step
+    own, ranks, norm_types = dp.get_local_rank(), range(dp.size()), (2.0, float("inf"), 1.0)
+    follow_exactly(model, optimizer, net(), rank=own, ranks=ranks, micro_batches=2, norm_types=norm_types)
 
 
 def _trains(rank: int, tp: int, shared_memory: str) -> None:
@@ -123,7 +104,7 @@ def _trains(rank: int, tp: int, shared_memory: str) -> None:
             shared_memory=shared_memory,
         )
         assert model.head.weight.shape == (3, 5)
-        train(model, mesh, range(2))
+        train(model, mesh["dp"])
 
 
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
@@ -347,7 +328,7 @@ def test_a_model_on_meta_is_initialized_on_each_ranks_part(rank: int) -> None:
     model = layerzero.shard_model(made, mesh=mesh["dp"], units=Net.UNITS, param_init_fn=initialize)
     assert all((value == 3).all() for value in full_parameters(model).values())
     layerzero.load_full_state_dict(model, net().state_dict() if rank == 0 else None)
-    train(model, mesh, range(1))
+    train(model, mesh["dp"])
 
 
 class Normed(nn.Module):

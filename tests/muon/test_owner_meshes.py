@@ -39,7 +39,7 @@ from tests.support.models import (
     LayerwiseScaling,
     different,
     exact_sgd,
-    full_gradients,
+    follow_exactly,
     full_parameters,
     integer_batch,
     integer_loss,
@@ -73,26 +73,9 @@ def mixture(
 
 def _experts(rank: int, ep: int, size: int, expert_size: int, dtensor: bool, accumulation: str) -> None:
     model = mixture(ep, size, expert_size=expert_size, dtensor=dtensor, accumulation=accumulation)
-    optimizer = owned_sgd(model)
-    alone = Mixture()
-    exact = exact_sgd(alone.parameters())
-    world = dist.get_world_size()
-
-    def expected(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return values if dtensor else mine(values, ep, rank)
-
-    for step in range(2):
-        for micro_batch in range(2):
-            with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
-                integer_loss(model, integer_batch(step=step, micro_batch=micro_batch, rank=rank)).backward()
-            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in range(world)]
-            integer_loss(alone, union(batches)).backward()
-        gradients = {name: p.grad for name, p in alone.named_parameters()}
-        assert not different(full_gradients(model), expected(gradients)), step
-        norm = layerzero.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        update(optimizer, exact)
-        assert not different(full_parameters(model), expected(dict(alone.named_parameters()))), step
+    part = dict if dtensor else partial(mine, ep=ep, rank=rank)
+    ranks = range(dist.get_world_size())
+    follow_exactly(model, owned_sgd(model), Mixture(), rank=rank, ranks=ranks, micro_batches=2, part=part)
 
 
 @pytest.mark.sample(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import layerzero
 from tests.support.models import (
     different,
     exact_sgd,
-    full_gradients,
+    follow_exactly,
     full_parameters,
     integer_batch,
     integer_loss,
@@ -160,27 +161,10 @@ def mine(values: dict[str, Tensor], ep: int, rank: int) -> dict[str, Tensor]:
 
 
 def train(ep: int, size: int, rank: int, *, dtensor: bool = True, **settings: Any) -> None:
-    model, optimizer = shard(ep, size, dtensor=dtensor, **settings)
-    alone = Net()
-    exact = exact_sgd(alone.parameters())
-    world = dist.get_world_size()
-    for step in range(2):
-        with layerzero.no_sync(model):
-            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=rank)).backward()
-        for micro_batch in range(2):
-            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in range(world)]
-            integer_loss(alone, union(batches)).backward()
-        expected = {name: p.grad for name, p in alone.named_parameters()}
-        assert not different(full_gradients(model), expected if dtensor else mine(expected, ep, rank)), (step, settings)
-        norm = layerzero.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        update(optimizer, exact)
-        expected = dict(alone.named_parameters())
-        assert not different(full_parameters(model), expected if dtensor else mine(expected, ep, rank)), (
-            step,
-            settings,
-        )
+    part = dict if dtensor else partial(mine, ep=ep, rank=rank)
+    ranks = range(dist.get_world_size())
+    made = shard(ep, size, dtensor=dtensor, **settings)
+    follow_exactly(*made, Net(), rank=rank, ranks=ranks, micro_batches=2, part=part, case=settings)
 
 
 CASES = [  # ep; S of the rest, S of the experts
@@ -229,14 +213,7 @@ def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
     for layer in model.layers:
         layer.register_forward_hook(lambda _, args, out: Late.apply(out, [draw.choice((0.0, 0.03))]))
         layer.experts.register_forward_hook(lambda _, args, out: Late.apply(out, [draw.choice((0.0, 0.03))]))
-    alone = Net()
-    exact = exact_sgd(alone.parameters())
-    for step in range(2):
-        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-        integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
-        assert not different(full_gradients(model), {name: p.grad for name, p in alone.named_parameters()}), step
-        update(optimizer, exact)
-        assert not different(full_parameters(model), dict(alone.named_parameters()))
+    follow_exactly(model, optimizer, Net(), rank=rank, ranks=range(4))
 
 
 @pytest.mark.sample(1)
@@ -424,14 +401,6 @@ def test_expert_data_and_tensor_parallel_together_train_as_one_process(rank: int
     )
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     alone = Net()
-    exact = exact_sgd(alone.parameters())
-    for step in range(2):
-        integer_loss(model, integer_batch(step=step, rank=rank // 2)).backward()
-        integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
-        norm = layerzero.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))
-        assert not different(full_gradients(model), {name: p.grad for name, p in alone.named_parameters()})
-        update(optimizer, exact)
-        assert not different(full_parameters(model), dict(alone.named_parameters()))
+    follow_exactly(model, optimizer, alone, rank=rank // 2, ranks=range(4))
     state = layerzero.full_state_dict(model)
     assert not different(state, alone.state_dict() if rank == 0 else {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import layerzero
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.local_shard import plain
 
@@ -245,6 +247,44 @@ def in_lockstep(
         train(*ours, rank, [step])
         backward_alone(net, step, world_size=dist.get_world_size())
         update(theirs)
+
+
+def follow_exactly(
+    model: nn.Module,
+    optimizer: Optimizer,
+    alone: nn.Module,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    micro_batches: int = 1,
+    norm_types: Sequence[float] = (2.0,),
+    part: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    case: object = "",
+) -> None:
+    """Take two steps with layerzero and in one process; compare gradients, norms and parameters.
+
+    Args:
+        rank: this rank trains on the batches with this number, and `alone` on those of all `ranks`.
+        part: selects from the values of one process those that this rank has.
+    """
+    exact = exact_sgd(alone.parameters())
+    for step in range(2):
+        at = f"{case} step {step}"
+        for micro_batch in range(micro_batches):
+            with layerzero.no_sync(model) if micro_batch + 1 < micro_batches else nullcontext():
+                integer_loss(model, integer_batch(step=step, micro_batch=micro_batch, rank=rank)).backward()
+            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=each) for each in ranks]
+            integer_loss(alone, union(batches)).backward()
+        wrong = different(full_gradients(model), part({name: p.grad for name, p in alone.named_parameters()}))
+        assert not wrong, f"{at}: gradients of {wrong}"
+        for norm_type in norm_types:
+            ours = layerzero.clip_grad_norm_(model, 1e9, norm_type)
+            theirs = nn.utils.clip_grad_norm_(alone.parameters(), 1e9, norm_type)
+            rounding = {} if norm_type == 2.0 else {"rtol": 0, "atol": 0}  # of the square root
+            torch.testing.assert_close(ours, theirs, msg=lambda text, at=at: f"{at}: {text}", **rounding)
+        update(optimizer, exact)
+        wrong = different(full_parameters(model), part(dict(alone.named_parameters())))
+        assert not wrong, f"{at}: parameters {wrong}"
 
 
 class Rule(Optimizer):
