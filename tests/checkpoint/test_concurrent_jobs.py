@@ -20,7 +20,7 @@ from layerzero.checkpoint import publish, run_folder
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from tests.support.checkpointing import everything
 from tests.support.damaging import sign
-from tests.support.models import IntegerNet, exact_sgd, integer_net, train
+from tests.support.models import exact_model, integer_net, train
 from tests.support.rivals import Job, kill_one_of_two, race
 
 pytestmark = pytest.mark.slow
@@ -32,8 +32,7 @@ def _job(jobs: list[list[int]], seed: int) -> Job:
     mesh = layerzero.mesh_from_groups(group, group)
 
     def built(seed: int) -> tuple[Any, Any]:
-        model = layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS)
-        return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        return exact_model(integer_net(seed), mesh=mesh)
 
     (model, optimizer), (again, its_optimizer) = built(seed), built(2)
 

@@ -21,7 +21,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import publish, run_folder
 from layerzero.checkpoint.manifest import MANIFEST
 from tests.support.checkpointing import everything, sharded_net
-from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
+from tests.support.models import different, exact_model, full_parameters, integer_net
 from tests.support.ranks import mesh_of, on_ranks
 
 
@@ -116,8 +116,7 @@ def test_what_fits_is_loaded_and_everything_else_stays(rank: int, tmp_path: Path
 
     net = integer_net(2)
     net.head = nn.Linear(6, 5)
-    model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(net, mesh=mesh_of(2))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

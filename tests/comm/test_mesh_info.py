@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerzero
-from tests.support.models import IntegerNet, backward, exact_sgd, follow_exactly, full_parameters, integer_net
+from tests.support.models import IntegerNet, backward, exact_model, follow_exactly, full_parameters, integer_net
 from tests.support.ranks import on_ranks, run_ranks, run_sharing
 
 WORLD = 4
@@ -22,8 +22,7 @@ WORLD = 4
 
 def _train(mesh: DeviceMesh | None) -> int:
     """Train like one process on the batches of the mesh's ranks; return S."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh)
     found = next(model.parameters()).device_mesh
     ranks = sorted(found.mesh.flatten().tolist())
     follow_exactly(model, optimizer, integer_net(), rank=dist.get_rank(), ranks=ranks, micro_batches=2, case=ranks)

@@ -19,7 +19,7 @@ from layerzero.comm.failure_report import CollectiveError
 from layerzero.comm.mesh_info import mesh_of_ranks
 from tests.support.crashing import survivors
 from tests.support.logs import logged
-from tests.support.models import IntegerNet, exact_sgd, integer_net, train
+from tests.support.models import exact_model, train
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,7 @@ def _trains_without_a_peer(rank: int, size: int, has_answered: bool) -> str:
         store.set("server", str(os.getpid()))
         return ""
     mesh = mesh_of_ranks((1, 2), size, "cpu")
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, shared_memory="off")
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh, shared_memory="off")
     train(model, optimizer, rank, range(2))
     layerzero.watchdog(model, LIMIT)
     if rank == 2:

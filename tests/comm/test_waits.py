@@ -31,7 +31,7 @@ from tests.support.graphs import batch, message_of, one_pass, train_step, traine
 from tests.support.late_device import on_device
 from tests.support.logs import logged
 from tests.support.models import (
-    IntegerNet,
+    exact_model,
     exact_sgd,
     full_parameters,
     integer_batch,
@@ -157,8 +157,7 @@ def test_ranks_that_wait_for_each_other_raise_the_same_error(
 
 def _joins(rank: int, size: int, how: str) -> list[torch.Tensor]:
     """Return the weights after four steps. Before two of them, the last rank runs no backward."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh_of(size))
     for step in range(4):
         inputs = integer_batch(step=step, rank=rank)
         if step % 2 == 0 or rank != dist.get_world_size() - 1:
@@ -235,8 +234,7 @@ def _evaluates_on_a_device(rank: int) -> str:
     message = ""
     with _soon(), suppress(AssertionError), on_device(2, timedelta(seconds=8)) as (_, mesh):
         # The emulation fails where a collective does.
-        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        model, optimizer = exact_model(mesh=mesh)
 
         def evaluate_and_train() -> None:
             with torch.no_grad():

@@ -21,7 +21,7 @@ from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import Device, DeviceCopies, Stream, on_device
-from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net, train, update
+from tests.support.models import IntegerNet, exact_model, integer_batch, integer_loss, integer_net, train, update
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 
@@ -52,8 +52,7 @@ def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator
 @on_ranks(world_size=2)
 def test_capture_of_a_whole_step_is_refused(rank: int) -> None:
     with on_device() as (device, mesh):
-        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        model, optimizer = exact_model(mesh=mesh)
         device.captures = True
         with pytest.raises(RuntimeError, match="forward of the root was called during the capture of a CUDA graph"):
             integer_loss(model, integer_batch(rank=rank))
@@ -85,8 +84,7 @@ def test_local_gradients_are_checked_after_they_have_arrived_on_another_stream(r
             device.current_stream().use([gradient for _, gradient in outgoing], "the check of local gradients")
 
         for mode in ("sharded", "full"):
-            model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode)
-            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            model, optimizer = exact_model(mesh=mesh, accumulation=mode)
             other = Stream(computes=True)
             with mock.patch("layerzero.reliability.local_gradient_check._mark_nonfinite", check):
                 guard = layerzero.guard_steps(model, optimizer, locate=True)
@@ -229,10 +227,7 @@ def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it(rank: 
 def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass(rank: int) -> None:
     for reshards, once in ((True, 2), (False, 4)):
         with on_device() as (_, mesh):
-            model = layerzero.shard_model(
-                integer_net(), mesh=mesh, units=IntegerNet.UNITS, reshard_after_forward=reshards
-            )
-            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            model, optimizer = exact_model(mesh=mesh, reshard_after_forward=reshards)
             gathered = []
             for step in range(3):
                 train(model, optimizer, rank, [step])
@@ -246,8 +241,7 @@ def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass(rank: 
 @on_ranks(world_size=2)
 def test_a_unit_that_is_called_directly_does_not_stay_gathered(rank: int) -> None:
     with on_device() as (_, mesh):
-        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        model, optimizer = exact_model(mesh=mesh)
         for _ in range(3):
             output = model.head(torch.ones(1, 6))
             assert not any(handle.weights.full_buffer.untyped_storage().nbytes() for handle in get_state(model).handles)

@@ -39,11 +39,11 @@ from tests.support.launches import three_steps
 from tests.support.models import (
     SideBySide,
     different,
+    exact_model,
     exact_sgd,
     full_parameters,
     integer_batch,
     integer_loss,
-    integer_net,
     train,
     update,
 )
@@ -320,8 +320,7 @@ def _weights_after_no_sync(mesh: Any, rank: int, *, is_late: bool) -> dict[str, 
     If `is_late` is True, the reductions of the last backward pass are in flight when the step begins.
     """
     # One handle: a wait for the memory of another handle would hide a missing wait.
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=[])
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh, units=[])
     for number in range(2):
         with layerzero.no_sync(model):
             loss = integer_loss(model, integer_batch(micro_batch=number, rank=rank))
@@ -453,8 +452,7 @@ def test_the_computation_does_not_wait_for_reductions_inside_no_sync(rank: int) 
     mesh = mesh_on(NAME, 2)
     for mode in ("sharded", "full", "local"):
         with Device().installed() as device:
-            model = layerzero.shard_model(integer_net(), mesh=mesh, units=["head"], accumulation=mode)
-            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            model, optimizer = exact_model(mesh=mesh, accumulation=mode, units=["head"])
             streams = get_state(model).gradients._streams
             assert isinstance(streams, DeviceStreams)
             engine = {stream._stream for stream in (streams.zero3, streams.replica)}
@@ -591,8 +589,7 @@ def test_gradients_that_are_dropped_inside_no_sync_stay_zero(rank: int) -> None:
     mesh = mesh_on(NAME, 2)
     for mode in ("sharded", "local"):
         with Device().installed():
-            model = layerzero.shard_model(integer_net(), mesh=mesh, units=["head"], accumulation=mode)
-            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            model, optimizer = exact_model(mesh=mesh, accumulation=mode, units=["head"])
             integer_loss(model, integer_batch(rank=rank)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

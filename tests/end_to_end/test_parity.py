@@ -20,6 +20,7 @@ from tests.support.models import (
     Step,
     TiedTransformer,
     different,
+    exact_model,
     exact_sgd,
     full_gradients,
     full_parameters,
@@ -112,8 +113,7 @@ def test_the_integer_net_is_exact_in_fp32(data_parallel: int, micro_batches: int
 
 def train_exactly(rank: int, case: str, micro_batches: int, reference: Sequence[Step], **settings: object) -> None:
     """Train an integer net under `settings`; every result must be bitwise as in `reference`."""
-    model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, **settings)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(**settings)
     assert_nothing_is_gathered(model, case)
     for step, expected in enumerate(reference):
         at = f"{case}, step {step}"
@@ -174,8 +174,7 @@ def test_a_late_rank_changes_nothing(rank: int, shared_memory: str) -> None:
     # Nothing else may synchronize the ranks between two steps, so losses are compared without a collective.
     for late, accumulation in ((0, "sharded"), (3, "full")):
         nap = functools.partial(time.sleep, 0.03 if rank == late else 0.0)
-        model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, accumulation=accumulation)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        model, optimizer = exact_model(zero3_size=2, accumulation=accumulation)
         for unit in IntegerNet.UNITS:
             model.get_submodule(unit).register_forward_hook(functools.partial(_call_in_backward, nap))
         net = integer_net()
@@ -269,8 +268,7 @@ def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(rank: int, sh
 def test_ignored_parameters_are_stepped_as_they_are(rank: int) -> None:
     source = integer_net()
     ignored = source.shift
-    model = layerzero.shard_model(source, zero3_size=2, units=IntegerNet.UNITS, ignored_params=[ignored])
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(source, zero3_size=2, ignored_params=[ignored])
     net = integer_net()
     integer_loss(net, integer_batch(rank=rank)).backward()
     integer_loss(model, integer_batch(rank=rank)).backward()

@@ -20,9 +20,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import layerzero
 from layerzero.dtensor.local_shard import plain
 from tests.support.models import (
-    IntegerNet,
     assert_close,
     different,
+    exact_model,
     exact_sgd,
     full_parameters,
     in_lockstep,
@@ -38,8 +38,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def shard(mesh: DeviceMesh, net: nn.Module | None = None, **settings: object) -> tuple[nn.Module, Optimizer]:
-    model = layerzero.shard_model(net or integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
-    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    return exact_model(net or integer_net(), mesh=mesh, **settings)
 
 
 def whole(ema: layerzero.EMA) -> dict[str, Tensor]:

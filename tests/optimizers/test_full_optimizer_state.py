@@ -19,6 +19,7 @@ from tests.support.models import (
     Rule,
     assert_same_bits,
     different,
+    exact_model,
     exact_sgd,
     integer_batch,
     integer_loss,
@@ -109,8 +110,7 @@ def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(rank: int, k
 
 @on_ranks(world_size=WORLD)
 def test_a_rank_that_gets_no_state_holds_one_gathered_tensor_at_a_time(rank: int) -> None:
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh_of(2))
     _train(model, optimizer, rank, range(1))
     full_tensor, seen = RowShardedTensor.full_tensor, []
 

@@ -23,6 +23,7 @@ from tests.support.models import (
     IntegerNet,
     assert_close,
     different,
+    exact_model,
     exact_sgd,
     full_gradients,
     full_parameters,
@@ -143,8 +144,7 @@ CASES = (
 
 
 def shard(mesh: DeviceMesh, net: nn.Module | None = None, **settings: object) -> tuple[nn.Module, Optimizer]:
-    model = layerzero.shard_model(net or spiky_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
-    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    return exact_model(net or spiky_net(), mesh=mesh, **settings)
 
 
 def assert_rows(tensors: dict[str, DTensor], expected: dict[str, Tensor], case: str, *, exact: bool = True) -> None:

@@ -24,6 +24,7 @@ from tests.support.models import (
     IntegerNet,
     assert_close,
     different,
+    exact_model,
     exact_sgd,
     full_gradients,
     full_parameters,
@@ -47,10 +48,7 @@ def sites_of(sites: int, zero3_size: int = 1) -> DeviceMesh:
 def build(
     mesh: DeviceMesh, *, net: nn.Module | None = None, settings: dict[str, Any] | None = None, **options: Any
 ) -> tuple[nn.Module, Optimizer, OuterSteps]:
-    model = layerzero.shard_model(
-        net or integer_net(), mesh=mesh["replica", "zero3"], units=IntegerNet.UNITS, **(settings or {})
-    )
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(net or integer_net(), mesh=mesh["replica", "zero3"], **settings or {})
     options = {"every": 2, "warmup": 0, "lr": 0.5, "momentum": 0.5, **options}
     return model, optimizer, layerzero.outer(model, optimizer, sites=mesh["site"], **options)
 
@@ -520,8 +518,7 @@ def test_disagreements_raise_on_all_ranks(rank: int, case: str) -> None:
     else:
         options |= {"delay": 2 if rank >= 2 else 0}
         text = "delay=2 is not less than every=2"
-    model = layerzero.shard_model(net, mesh=mesh["replica", "zero3"], units=IntegerNet.UNITS)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(net, mesh=mesh["replica", "zero3"])
     with pytest.raises((ValueError, RuntimeError), match=text):
         layerzero.outer(model, optimizer, **{"sites": mesh["site"], "warmup": 0, **options})
 

@@ -19,7 +19,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from layerzero.utils.bit_sums import sum64
 from tests.support.bits import flip, places
-from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
+from tests.support.models import exact_model, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def _net(size: int, *, low: bool, **settings: Any) -> tuple[nn.Module, Any, list[Handle]]:
     policy = {"mp_policy": BF16} if low else {}
-    model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, **policy, **settings)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh_of(size), **policy, **settings)
     return model, optimizer, [handle for handle in get_state(model).handles if handle.members]
 
 

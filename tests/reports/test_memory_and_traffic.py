@@ -22,7 +22,7 @@ import layerzero
 from layerzero import PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import DIGEST_BYTES
-from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.models import IntegerNet, TiedTransformer, exact_model, integer_batch, integer_loss, integer_net
 from tests.support.ranks import on_ranks, run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
@@ -54,8 +54,7 @@ PRECISIONS = (
 
 def sharded_net(mesh: object, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
     """Return a sharded IntegerNet after its first step, which may have more agreements."""
-    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    model, optimizer = exact_model(mesh=mesh, **settings)
     one_step(model, optimizer, dist.get_rank(), 1)
     return model, optimizer
 

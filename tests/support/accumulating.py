@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from tests.support.models import (
-    IntegerNet,
     Step,
     different,
+    exact_model,
     exact_sgd,
     full_gradients,
     full_parameters,
@@ -30,8 +30,7 @@ MODES = ("sharded", "full", "local")
 
 def prepare(mode: str, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
     settings = {"zero3_size": 2} | settings
-    model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, accumulation=mode, **settings)
-    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    return exact_model(accumulation=mode, **settings)
 
 
 def backward(model: nn.Module, rank: int, index: int, *, inside_no_sync: bool, step: int = 0) -> None:

@@ -99,6 +99,12 @@ def exact_sgd(parameters: Iterable[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=2**-4, momentum=0.5)
 
 
+def exact_model(net: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
+    """Shard an IntegerNet, or `net`, whose units have the same names; return it and its optimizer."""
+    model = layerzero.shard_model(net or integer_net(), **{"units": IntegerNet.UNITS} | settings)
+    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+
 def union(batches: Sequence[Batch]) -> Batch:
     """Join the ranks' batches into one batch, for training in one process."""
     inputs, targets = zip(*batches, strict=True)

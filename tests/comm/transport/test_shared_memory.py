@@ -32,7 +32,7 @@ from layerzero.utils.machine import available_memory
 from tests.support.crashing import survivors
 from tests.support.graphs import batch, blocks, loss_of, message_of, one_pass, sgd, shard, train_step
 from tests.support.logs import logged
-from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net, update
+from tests.support.models import IntegerNet, assert_same_bits, exact_model, exact_sgd, in_lockstep, integer_net, update
 from tests.support.ranks import on_ranks
 from tests.support.ranks import run_sharing as run_ranks
 from tests.support.refreshes import is_refreshing
@@ -102,8 +102,7 @@ def test_what_is_read_in_the_memory_of_others_is_counted_by_formula(rank: int) -
 @on_ranks(shared_memory="auto")
 def test_the_report_counts_what_is_shared_once(rank: int) -> None:
     for size, policy in ((2, BF16), (4, BF16), (2, MixedPrecisionPolicy())):
-        model = layerzero.shard_model(integer_net(), zero3_size=size, units=IntegerNet.UNITS, mp_policy=policy)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        model, optimizer = exact_model(zero3_size=size, mp_policy=policy)
         in_lockstep(rank, (model, optimizer), _alone(), range(3))
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
