@@ -22,7 +22,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import Device, DeviceCopies, Stream, on_device
 from tests.support.models import IntegerNet, exact_model, integer_batch, integer_loss, integer_net, train, update
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import mesh_of, needs_caching, on_ranks, run_ranks
 
 
 class _Seen(Exception):
@@ -151,12 +151,6 @@ class _Log:
             record_event=lambda: f"event on {name}",
             wait_event=lambda event: self.log.append(f"{name} waits for {event}"),
         )
-
-
-needs_caching = pytest.mark.skipif(
-    not FullBufferPool.can_cache,
-    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
-)
 
 
 @pytest.mark.parametrize("can_cache", [False, pytest.param(True, marks=needs_caching)])

@@ -6,7 +6,6 @@ import itertools
 from contextlib import nullcontext
 from unittest import mock
 
-import pytest
 import torch
 
 import layerzero
@@ -15,13 +14,9 @@ from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.late_device import Device, Stream, register
 from tests.support.models import update
-from tests.support.ranks import on_ranks
+from tests.support.ranks import needs_caching, on_ranks
 
 CPU = torch.device("cpu")
-needs_caching = pytest.mark.skipif(
-    not FullBufferPool.can_cache,
-    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
-)
 
 
 def _empty(numel: int) -> torch.Tensor:

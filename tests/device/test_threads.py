@@ -22,6 +22,7 @@ from layerzero import Offload
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStreams
 from layerzero.engine.hooks import get_state
+from tests.support.graphs import boom
 from tests.support.late_threads import late_reductions, late_threads
 from tests.support.launches import by_communicator, launches_of
 from tests.support.models import (
@@ -127,11 +128,7 @@ def test_no_reduction_of_a_failed_backward_is_in_flight_after_the_recovery(
     """Raise in a backward pass after it has started the reductions of some units. The next forward pass recovers."""
     model = _shard()
     queue = get_state(model).gradients.queue
-
-    def fail(gradient: Tensor) -> None:
-        raise LookupError
-
-    hook = model.units[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    hook = model.units[0].register_forward_hook(lambda module, args, output: output.register_hook(boom) and None)
     loss = integer_loss(model, integer_batch(rank=rank))
     hook.remove()
     with late_threads(0.1):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +27,7 @@ from tests.support.models import (
     full_parameters,
     integer_batch,
     integer_net,
+    refusal_of,
     train,
 )
 from tests.support.ranks import mesh_of, on_ranks
@@ -48,12 +47,6 @@ def _tied(seed: int = 0) -> TiedTransformer:
 def _loss(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return TiedTransformer.loss(model, TiedTransformer.batch(step=0))
-
-
-def _raised(call: Callable[[], Any]) -> str:
-    with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
-        call()
-    return str(caught.value)
 
 
 def _without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -90,11 +83,11 @@ def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error(rank: int) -> N
     assert_same_bits(model, alone, "parts")
     inputs, _ = integer_batch()
     assert torch.equal(model(inputs), alone(inputs))
-    assert "Missing key" in _raised(lambda: model.load_state_dict(part))
-    message = _raised(lambda: model.load_state_dict({**integer_net().state_dict(), "shift": torch.zeros(5)}))
+    assert "Missing key" in refusal_of(lambda: model.load_state_dict(part))
+    message = refusal_of(lambda: model.load_state_dict({**integer_net().state_dict(), "shift": torch.zeros(5)}))
     assert "size mismatch for shift" in message
-    assert "torch.no_grad" in _raised(lambda: model.shift.copy_(torch.ones(6)))
-    assert "another sharding" in _raised(lambda: model.load_state_dict(_sharded(integer_net(), size=4).state_dict()))
+    assert "torch.no_grad" in refusal_of(lambda: model.shift.copy_(torch.ones(6)))
+    assert "another sharding" in refusal_of(lambda: model.load_state_dict(_sharded(integer_net(), size=4).state_dict()))
 
 
 def _like(parameter: DTensor, rows: Tensor) -> DTensor:
@@ -131,7 +124,7 @@ def test_a_dtensor_that_others_have_cut_is_loaded_by_their_cut(rank: int) -> Non
             inputs, _ = integer_batch()
             assert torch.equal(model(inputs), source(inputs)), (size, cut)
     odd = _like(model.shift, torch.zeros(6 if rank == 1 else 0))
-    message = _raised(lambda: model.shift.data.copy_(odd))
+    message = refusal_of(lambda: model.shift.data.copy_(odd))
     assert "'shift' was given a DTensor of which the ranks have [0, 6, 0, 0] of 6 rows" in message
     assert "layerzero.load_full_state_dict" in message
     assert_same_bits(model, source, "as it was")
@@ -142,13 +135,13 @@ def test_ranks_that_load_other_values_are_told_at_the_next_forward(rank: int) ->
     inputs, _ = integer_batch()
     model = _sharded(integer_net())
     model.load_state_dict(integer_net(seed=rank // 2).state_dict())
-    message = _raised(lambda: model(inputs))
+    message = refusal_of(lambda: model(inputs))
     assert re.search(r"ranks disagree.*'first.weight'.*on ranks 0, 1.*on ranks 2, 3", message), message
     assert "load_full_state_dict" in message and "layerzero.refresh" in message
     layerzero.load_full_state_dict(model, integer_net(seed=rank).state_dict())
     assert torch.equal(model(inputs), integer_net(seed=0)(inputs))
     model.load_state_dict(integer_net(seed=rank).state_dict())
-    assert "ranks disagree" in _raised(lambda: model(inputs))
+    assert "ranks disagree" in refusal_of(lambda: model(inputs))
     model.load_state_dict(integer_net(seed=2).state_dict())  # the other remedy
     assert torch.equal(model(inputs), integer_net(seed=2)(inputs))
 
@@ -170,12 +163,12 @@ def test_load_full_state_dict_takes_one_name_of_a_tied_parameter_and_may_be_leni
     assert_same_bits(model, alone, "strict=False")
     assert torch.equal(model(integer_batch()[0]), alone(integer_batch()[0]))
     bad = {"first.weight": torch.zeros(2, 2)} if rank == 0 else {}
-    assert "expected shape [6, 5]" in _raised(lambda: layerzero.load_full_state_dict(model, bad, strict=False))
+    assert "expected shape [6, 5]" in refusal_of(lambda: layerzero.load_full_state_dict(model, bad, strict=False))
     sharded_state = model.state_dict()
-    assert "got a DTensor" in _raised(lambda: layerzero.load_full_state_dict(model, sharded_state))
+    assert "got a DTensor" in refusal_of(lambda: layerzero.load_full_state_dict(model, sharded_state))
     on_meta = {name: value.to("meta") for name, value in alone.state_dict().items()}
-    assert "on meta" in _raised(lambda: layerzero.load_full_state_dict(model, on_meta if rank == 0 else None))
-    assert "strict" in _raised(lambda: layerzero.load_full_state_dict(model, part, strict=rank == 1))
+    assert "on meta" in refusal_of(lambda: layerzero.load_full_state_dict(model, on_meta if rank == 0 else None))
+    assert "strict" in refusal_of(lambda: layerzero.load_full_state_dict(model, part, strict=rank == 1))
     assert_same_bits(model, alone, "nothing has changed")
 
 
@@ -193,7 +186,7 @@ def test_full_state_dict_can_leave_out_what_is_not_trained(rank: int) -> None:
         del expected[name]
     assert not different(state, {**expected, "empty": torch.zeros(7, 0)})
     model.first.bias.requires_grad_(rank != 1)
-    assert "first.bias" in _raised(lambda: layerzero.full_state_dict(model, trainable_only=True))
+    assert "first.bias" in refusal_of(lambda: layerzero.full_state_dict(model, trainable_only=True))
 
 
 @on_ranks(world_size=WORLD)
@@ -223,8 +216,8 @@ def test_deep_copies_of_states_keep_the_best_and_load_back(rank: int) -> None:
     assert not different({n: v.full_tensor() for n, v in again.items()}, expected)
     gradient = model.state_dict()["shift"].clone()
     assert torch.equal(copy.deepcopy(gradient).to_local(), gradient.to_local())
-    assert "state_dict()" in _raised(lambda: copy.deepcopy(model.shift))
-    assert "not supported" in _raised(lambda: copy.deepcopy(model))
+    assert "state_dict()" in refusal_of(lambda: copy.deepcopy(model.shift))
+    assert "not supported" in refusal_of(lambda: copy.deepcopy(model))
 
 
 @on_ranks(world_size=2)
@@ -243,11 +236,11 @@ def test_local_rows_are_read_as_arrays_and_a_part_is_not_taken_for_the_whole(ran
     assert type(plain) is Tensor and torch.equal(plain, expected[rows.start : rows.stop])
     assert torch.equal(model(integer_batch()[0]), integer_net()(integer_batch()[0])), "looking is no edit"
     for look in (lambda p: p.detach().cpu().numpy(), lambda p: p.tolist(), lambda p: np.asarray(p.detach())):
-        message = _raised(lambda look=look: look(model.first.weight))
+        message = refusal_of(lambda look=look: look(model.first.weight))
         assert "p.to_local()" in message and "full_tensor" in message
     with layerzero.no_sync(model):
         model(integer_batch()[0]).sum().backward()
-    assert "no_sync" in _raised(lambda: model.shift.grad.to_local().numpy())
+    assert "no_sync" in refusal_of(lambda: model.shift.grad.to_local().numpy())
 
 
 @on_ranks(world_size=2)
@@ -263,7 +256,7 @@ def test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error(rank: int) -> 
         lambda: safetensors.torch.save({"first": model.head.weight.detach().contiguous()}),
         lambda: safetensors.torch.save_model(model, "never.safetensors"),
     ):
-        assert "layerzero.full_state_dict(model)" in _raised(save)
+        assert "layerzero.full_state_dict(model)" in refusal_of(save)
     state = layerzero.full_state_dict(model)  # the remedy that the messages name
     if rank == 0:
         del state["head.weight"]
@@ -296,7 +289,7 @@ def test_a_megatron_chunk_takes_a_part_of_a_whole_state_where_it_is_told_to(rank
     chunk = ShardedChunk(integer_net(), None, groups)
     layerzero.shard_model(chunk, mesh=mesh_of(2))
     part = {name: value for name, value in integer_net(seed=1).state_dict().items() if name.startswith("first")}
-    assert "missing" in _raised(lambda: chunk.load_state_dict(part))
+    assert "missing" in refusal_of(lambda: chunk.load_state_dict(part))
     result = chunk.load_state_dict({**part, "stranger": torch.zeros(1)}, strict=False)
     assert len(result.missing_keys) == 5 and result.unexpected_keys == ["stranger"]
     expected = integer_net()

@@ -27,7 +27,7 @@ from layerzero.full_state import _full_parameter, _Options
 from tests.dtensor.test_tensor_parallel import Net as TensorParallelNet
 from tests.dtensor.test_tensor_parallel import net as tensor_parallel_net
 from tests.dtensor.test_tensor_parallel import parallel
-from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
+from tests.support.models import different, full_parameters, integer_batch, integer_loss, refusal_of, union
 from tests.support.ranks import BOTH, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -268,12 +268,6 @@ def test_forwards_inside_compute_with_what_is_full_there(rank: int) -> None:
     model(x[:, :5]).sum().backward()
 
 
-def _message(call: Callable[[], Any]) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        call()
-    return str(caught.value)
-
-
 def _enter(module: nn.Module, **options: bool) -> None:
     with layerzero.unsharded(module, **options):
         pass
@@ -283,16 +277,16 @@ def _enter(module: nn.Module, **options: bool) -> None:
 def test_what_cannot_be_is_refused_on_every_rank(rank: int) -> None:
     model = _shard(nested())
     with layerzero.unsharded(model.block, rank0_only=True):
-        assert "already active for parameter 'block.scale'" in _message(lambda: _enter(model))
-        assert "already active" in _message(lambda: _enter(model.other))  # whose weight is tied to the block's
+        assert "already active for parameter 'block.scale'" in refusal_of(lambda: _enter(model))
+        assert "already active" in refusal_of(lambda: _enter(model.other))  # whose weight is tied to the block's
         _enter(model.first)
-    message = _message(lambda: _enter(model.first if rank == 1 else model.head))
+    message = refusal_of(lambda: _enter(model.first if rank == 1 else model.head))
     assert '"head"' in message and '"first" on rank 1' in message, message
-    message = _message(lambda: _enter(model.first, rank0_only=rank != 2))
+    message = refusal_of(lambda: _enter(model.first, rank0_only=rank != 2))
     assert "rank0_only" in message and "2" in message, message
     with layerzero.no_sync(model):
         integer_loss(model, integer_batch(rank=rank)).backward()
-    message = _message(lambda: _enter(model, with_grads=True))
+    message = refusal_of(lambda: _enter(model, with_grads=True))
     assert "not reduced yet" in message and "with_grads=True" in message, message
     _enter(model)  # sends no gradient
     assert "hop2" not in layerzero.traffic(model).calls
@@ -304,7 +298,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int) -> None:
             model.first.weight.grad.add_(rank == 3)
 
     before = full_parameters(model)
-    assert "first.weight .grad" in (message := _message(differ)), message
+    assert "first.weight .grad" in (message := refusal_of(differ)), message
 
     def fail() -> None:
         with layerzero.unsharded(model.first, writeback=True, rank0_only=True), torch.no_grad():
@@ -312,7 +306,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int) -> None:
                 model.first.weight.zero_()
                 raise ValueError("of the user")
 
-    assert "of the user" in _message(fail)
+    assert "of the user" in refusal_of(fail)
     assert not different(full_parameters(model), before)
 
     def untie() -> None:
@@ -320,13 +314,13 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int) -> None:
             model.other.weight = nn.Parameter(torch.ones(6, 6))
             model.block.inner.weight = nn.Parameter(torch.zeros(6, 6))
 
-    assert "tied in 2 places" in _message(untie)
+    assert "tied in 2 places" in refusal_of(untie)
     with layerzero.unsharded(model, writeback=True):  # in either place
         model.other.weight = nn.Parameter(torch.ones(6, 6))
     assert torch.equal(model.block.inner.weight.full_tensor(), torch.ones(6, 6))
-    assert "no parameter that layerzero.shard_model has sharded" in _message(lambda: _enter(nn.Linear(2, 2)))
+    assert "no parameter that layerzero.shard_model has sharded" in refusal_of(lambda: _enter(nn.Linear(2, 2)))
     lost = _shard(nested()).first
-    assert "garbage collected" in _message(lambda: _enter(lost))
+    assert "garbage collected" in refusal_of(lambda: _enter(lost))
 
 
 @on_ranks(world_size=WORLD, pg_timeout=30)
@@ -335,7 +329,7 @@ def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every
     integer_loss(model, integer_batch(rank=rank)).backward()
     if rank == 1:
         model.first.bias.grad = None
-    assert "first.bias .grad" in (message := _message(partial(_enter, model, with_grads=True))), message
+    assert "first.bias .grad" in (message := refusal_of(partial(_enter, model, with_grads=True))), message
     model.first.bias.grad = None
     _enter(model, with_grads=True)
 
@@ -346,8 +340,8 @@ def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every
     with pytest.raises(ZeroDivisionError):
         integer_loss(model, integer_batch(rank=rank)).backward()
     hook.remove()
-    assert "its gradients are incomplete" in (message := _message(partial(_enter, model, with_grads=True))), message
-    assert "its gradients are incomplete" in (message := _message(model.first.weight.grad.norm)), message
+    assert "its gradients are incomplete" in (message := refusal_of(partial(_enter, model, with_grads=True))), message
+    assert "its gradients are incomplete" in (message := refusal_of(model.first.weight.grad.norm)), message
     model.zero_grad()
     _enter(model, with_grads=True)
 
@@ -377,14 +371,14 @@ def test_parts_that_tensor_parallelism_has_cut_are_not_shown_on_one_rank(rank: i
     alone = tensor_parallel_net()
     for settings in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
         model = layerzero.shard_model(parallel(mesh["tp"]), mesh=mesh["dp"], units=TensorParallelNet.UNITS, **settings)
-        assert "'blocks.0.up.weight' (3 like it) is sharded by tensor or expert parallelism" in _message(
+        assert "'blocks.0.up.weight' (3 like it) is sharded by tensor or expert parallelism" in refusal_of(
             partial(_enter, model.blocks[0], rank0_only=True)
         )
         if not settings:
             integer_loss(model, integer_batch(rank=mesh["dp"].get_local_rank())).backward()
             integer_loss(alone, union([integer_batch(rank=r) for r in range(2)])).backward()
         with mock.patch.object(DeviceMesh, "device_type", "cuda"):
-            message = _message(partial(_enter, model.blocks[0], offload_to_cpu=True))
+            message = refusal_of(partial(_enter, model.blocks[0], offload_to_cpu=True))
         assert "is a DTensor on a mesh of cuda devices" in message, message
         with layerzero.unsharded(model.blocks[0], with_grads=not settings, offload_to_cpu=True), torch.no_grad():
             weight = model.blocks[0].up.weight

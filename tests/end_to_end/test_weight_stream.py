@@ -31,11 +31,10 @@ from tests.support.bits import assert_equal_bits
 from tests.support.checkpointing import WithBuffers
 from tests.support.graphs import WIDTH
 from tests.support.late_transfers import late
-from tests.support.models import TiedTransformer, full_parameters, integer_batch, integer_loss, update
+from tests.support.models import BF16, TiedTransformer, full_parameters, integer_batch, integer_loss, refusal_of, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 
 WORLD = 4
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BUCKET = 700  # bytes; smaller than some parameters, and larger than others
 
 
@@ -396,12 +395,6 @@ def test_a_rank_may_leave_early(how: str) -> None:
     run_ranks(_leave_early, 0 if how == "packets" else 1, how, pg_timeout=10)
 
 
-def _message_of(call: Callable[[], Any]) -> str:
-    with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
-        call()
-    return str(caught.value)
-
-
 @BOTH
 @on_ranks()
 def test_a_model_is_not_used_or_changed_while_it_is_streamed(rank: int, shared_memory: str | None) -> None:
@@ -424,7 +417,7 @@ def test_a_model_is_not_used_or_changed_while_it_is_streamed(rank: int, shared_m
         "layerzero.WeightSender.packets is not possible": lambda: list(layerzero.WeightSender(model).packets()),
     }
     for message, call in refused.items():
-        told = _message_of(call)
+        told = refusal_of(call)
         assert message in told and "Exhaust or close the generator first" in told, (message, told)
     seen |= {name: tensor.clone() for name, tensor in stream}
     assert_equal_bits(seen, expected, "the stream goes on")
@@ -440,7 +433,7 @@ def test_a_stream_in_the_wrong_place_is_refused(rank: int, shared_memory: str | 
     told: list[str] = []
 
     def inside(*_: Any) -> None:
-        told.append(_message_of(lambda: streamed(model)))
+        told.append(refusal_of(lambda: streamed(model)))
 
     hook = model.blocks[0].register_forward_hook(inside)
     output = model(tokens)
@@ -450,13 +443,13 @@ def test_a_stream_in_the_wrong_place_is_refused(rank: int, shared_memory: str | 
     assert len(told) == 2 and all("called during a forward or backward" in each for each in told), told
     for context in (layerzero.unsharded(model), layerzero.full_precision(model), layerzero.gathered(model.blocks[0])):
         with context, torch.no_grad():
-            assert "inside layerzero." in _message_of(lambda: streamed(model))
+            assert "inside layerzero." in refusal_of(lambda: streamed(model))
     for value in (0, -1, 1.5, True):
-        assert "is not a positive integer" in _message_of(
+        assert "is not a positive integer" in refusal_of(
             lambda v=value: layerzero.stream_weights(model, bucket_bytes=v)
         )
-    assert "not sharded" in _message_of(lambda: layerzero.stream_weights(nn.Linear(1, 1)))
-    assert "bucket_bytes is" in _message_of(lambda: streamed(model, bucket_bytes=100 + rank))
+    assert "not sharded" in refusal_of(lambda: layerzero.stream_weights(nn.Linear(1, 1)))
+    assert "bucket_bytes is" in refusal_of(lambda: streamed(model, bucket_bytes=100 + rank))
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -474,10 +467,10 @@ def test_a_model_is_closed_after_its_streams(rank: int) -> None:
     model, _ = build(2)
     stream = layerzero.stream_weights(model, bucket_bytes=BUCKET)
     next(stream)
-    assert "Exhaust or close the generator" in _message_of(lambda: layerzero.close(model))
+    assert "Exhaust or close the generator" in refusal_of(lambda: layerzero.close(model))
     del stream
     layerzero.close(model)
-    assert "closed" in _message_of(lambda: layerzero.stream_weights(model))
+    assert "closed" in refusal_of(lambda: layerzero.stream_weights(model))
 
 
 def _one_does_not_call(rank: int) -> str:
@@ -485,7 +478,7 @@ def _one_does_not_call(rank: int) -> str:
     streamed(model)
     if rank == 1:
         return ""
-    return _message_of(lambda: streamed(model))
+    return refusal_of(lambda: streamed(model))
 
 
 @pytest.mark.slow
@@ -546,4 +539,4 @@ def test_tensor_classes_are_streamed_and_not_sent_in_packets(rank: int) -> None:
     net.extra = nn.Parameter(torch.ones(3).as_subclass(Odd), requires_grad=False)  # type: ignore[arg-type]
     model = layerzero.shard_model(net, mesh=mesh_of(2), units=Policy.UNITS, ignored_params=[net.extra])
     assert torch.equal(streamed(model)["extra"].as_subclass(Tensor), torch.ones(3))
-    assert "'extra' is a Odd" in _message_of(lambda: list(layerzero.WeightSender(model).packets()))
+    assert "'extra' is a Odd" in refusal_of(lambda: list(layerzero.WeightSender(model).packets()))

@@ -15,7 +15,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ from tests.support.graphs import (
     assert_same_gradients,
     batch,
     blocks,
+    boom,
     compare,
     freeze,
     join,
@@ -299,9 +300,6 @@ def _evaluate(model: nn.Module) -> None:
 
 
 def _fail(place: str, *, backward: bool, micro_batches: int) -> Callable[[nn.Module], None]:
-    def boom(*_: object) -> NoReturn:
-        raise LookupError("boom")
-
     def disturb(model: nn.Module) -> None:
         for micro_batch in range(micro_batches):
             with layerzero.no_sync(model):

@@ -30,6 +30,7 @@ from tests.support.graphs import (
     Chain,
     batch,
     blocks,
+    boom,
     compare,
     freeze,
     join,
@@ -245,10 +246,6 @@ def test_gradients_in_fp64_are_clipped_in_fp64(rank: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.expand(parameter.shape), rtol=1e-14, atol=0)
 
 
-def _blow(gradient: Tensor) -> None:
-    raise LookupError("blown")
-
-
 @on_ranks(world_size=WORLD, shared_memory="off")
 def test_a_backward_that_failed_leaves_nothing_whole_and_starts_no_reduction_of_the_next(rank: int) -> None:
     for accumulation in ("sharded", "full", "local"):
@@ -257,7 +254,7 @@ def test_a_backward_that_failed_leaves_nothing_whole_and_starts_no_reduction_of_
         for fails in (False, True):
             if fails:  # when the gradients of the second block have arrived
                 model.order = (0, 1)
-                handle = model.units[0].linear.weight.register_hook(_blow)
+                handle = model.units[0].linear.weight.register_hook(boom)
                 with pytest.raises(LookupError):
                     one_pass(model, rank, 0)
                 handle.remove()

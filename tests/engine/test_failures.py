@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import layerzero
-from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, boom, loss_of, one_pass, sgd, shard
 from tests.support.models import different, full_parameters, update
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -29,7 +29,7 @@ class Fuse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.left -= 1
         if self.left == 0:
-            raise LookupError("blown")
+            raise LookupError("boom")
         return x
 
 
@@ -52,10 +52,6 @@ def _make(reentrant: bool | None = None) -> tuple[Chain, Fuse]:
     return Chain(blocks(1), Fused(fuse), blocks(1), reentrant=reentrant), fuse
 
 
-def _blow(*_: object) -> NoReturn:
-    raise LookupError("blown")
-
-
 def _in_a_forward(model: nn.Module, fuse: Fuse, rank: int) -> None:
     fuse.left = 1
     model(batch(rank, 7).requires_grad_())
@@ -74,12 +70,12 @@ def _in_a_recomputation(model: nn.Module, fuse: Fuse, rank: int) -> None:
 
 def _in_a_loss(model: nn.Module, fuse: Fuse, rank: int) -> None:
     model(batch(rank, 7))
-    _blow()
+    boom()
 
 
 def _in_a_backward(model: nn.Module, fuse: Fuse, rank: int) -> None:
     output = model(batch(rank, 7).requires_grad_())
-    output.register_hook(_blow)
+    output.register_hook(boom)
     loss_of(output).backward()
 
 
@@ -93,16 +89,16 @@ def _in_a_hook(model: nn.Module, handle: RemovableHandle, rank: int, step: Calla
 
 
 def _in_a_parameter_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
-    _in_a_hook(model, model.units[1].inner.units[0].linear.weight.register_hook(_blow), rank)
+    _in_a_hook(model, model.units[1].inner.units[0].linear.weight.register_hook(boom), rank)
 
 
 def _in_a_post_accumulate_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
-    _in_a_hook(model, model.units[2].scale.register_post_accumulate_grad_hook(_blow), rank)
+    _in_a_hook(model, model.units[2].scale.register_post_accumulate_grad_hook(boom), rank)
 
 
 def _in_the_optimizer(model: nn.Module, fuse: Fuse, rank: int) -> None:
     optimizer = next(iter(layerzero.engine.hooks.get_state(model).optimizers))
-    _in_a_hook(model, optimizer.register_step_pre_hook(_blow), rank, optimizer.step)
+    _in_a_hook(model, optimizer.register_step_pre_hook(boom), rank, optimizer.step)
 
 
 FAILURES: dict[str, tuple[Callable[[nn.Module, Fuse, int], None], bool | None]] = {
@@ -130,7 +126,7 @@ def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[s
             with layerzero.no_sync(model):
                 for micro_batch in range(accumulated):
                     one_pass(model, rank, 20 + micro_batch)
-            with pytest.raises(LookupError, match="blown"):
+            with pytest.raises(LookupError, match="boom"):
                 fails[step - 1](model, fuse, rank)
             optimizer.zero_grad()
         with layerzero.no_sync(model):
@@ -228,6 +224,6 @@ def _fail_on_rank_2(rank: int, fail: Any, reentrant: bool | None) -> str:
 @pytest.mark.parametrize("name", ["in a forward", "in a backward", "in a recomputation, checkpoint"])
 def test_a_failure_on_one_rank_is_an_error_on_the_others_within_the_timeout(name: str) -> None:
     """Fail on one rank. The pool kills all ranks 5 seconds later and reports a hanging rank as missing."""
-    with pytest.raises(AssertionError, match=r"(?s)rank 2.*blown") as caught:
+    with pytest.raises(AssertionError, match=r"(?s)rank 2.*boom") as caught:
         run_ranks(_fail_on_rank_2, *FAILURES[name], world_size=WORLD, pg_timeout=2)
     assert "had not returned" not in str(caught.value)

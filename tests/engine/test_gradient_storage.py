@@ -16,6 +16,7 @@ import layerzero
 from layerzero import Offload, PrecisionPolicy
 from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.graphs import boom
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
     Step,
@@ -62,14 +63,10 @@ FORGET: dict[str, Callable[[nn.Module, Optimizer], None]] = {
 
 def _fail(model: nn.Module, rank: int, index: int) -> None:
     """Raise in the last unit of a backward, after the others were reduced inside the ZeRO-3 group."""
-    handle = model.first.weight.register_hook(_raise)
+    handle = model.first.weight.register_hook(boom)
     with pytest.raises(LookupError):
         backward(model, rank, index, inside_no_sync=False)
     handle.remove()
-
-
-def _raise(_: Tensor) -> None:
-    raise LookupError
 
 
 def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimizer, case: str) -> None:

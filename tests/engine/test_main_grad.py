@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero import Offload, PrecisionPolicy
+from tests.support.graphs import boom
 from tests.support.late_threads import late_reductions, late_threads
 from tests.support.late_transfers import LateTransfers
 from tests.support.models import different, full_gradients
@@ -265,7 +266,7 @@ def test_a_view_that_was_kept_too_long_is_refused_and_failures_leave_nothing(ran
             second = model(x).sum()
             model.zero_grad()
         else:
-            handle = model[1].weight.register_hook(_boom)
+            handle = model[1].weight.register_hook(boom)
             with pytest.raises(LookupError):
                 model(x).sum().backward()
             handle.remove()
@@ -280,7 +281,3 @@ def test_a_view_that_was_kept_too_long_is_refused_and_failures_leave_nothing(ran
         optimizer.zero_grad()
         with torch.no_grad():
             model(x)
-
-
-def _boom(_: Tensor) -> None:
-    raise LookupError("boom")

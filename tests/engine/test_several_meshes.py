@@ -21,12 +21,11 @@ from layerzero import Offload
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import UnitCall
 from layerzero.engine.scheduler import Scheduler
-from tests.estimates.test_memory_estimate import needs_caching
 from tests.sharding.test_expert_parallel import integer_batch, integer_loss, shard
 from tests.support.expert_programs import Expert, ExpertNet, expert_mesh_of, expert_units, experts_mesh
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters, update
-from tests.support.ranks import mesh_of, on_ranks, run_ranks
+from tests.support.ranks import mesh_of, needs_caching, on_ranks, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 COUNT = 6

@@ -27,15 +27,19 @@ from layerzero.engine.hooks import get_state
 from tests.support.graphs import WIDTH, Chain, EncoderDecoder, SideBySide, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer, update
-from tests.support.ranks import BOTH, BOTH_SHARED_EXHAUSTIVE, every_nth_setting, mesh_of, on_ranks, run_ranks
+from tests.support.ranks import (
+    BOTH,
+    BOTH_SHARED_EXHAUSTIVE,
+    every_nth_setting,
+    mesh_of,
+    needs_caching,
+    on_ranks,
+    run_ranks,
+)
 from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
 
-needs_caching = pytest.mark.skipif(
-    not FullBufferPool.can_cache,
-    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
-)
 
 POLICIES = (
     MixedPrecisionPolicy(),

@@ -28,7 +28,6 @@ from layerzero.muon.owner_table import owners_of
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
-from tests.estimates.test_memory_estimate import needs_caching
 from tests.muon.test_owner_state import Factored, expect, put_back, state_alone, whole_state
 from tests.muon.test_owner_step import Wide, adamw, fill_with_integers, grouped, matrices, others
 from tests.muon.test_owner_step import rows as rows_of
@@ -46,7 +45,7 @@ from tests.support.models import (
     union,
     update,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import needs_caching, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 

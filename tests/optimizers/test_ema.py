@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import layerzero
 from layerzero.dtensor.local_shard import plain
 from tests.support.models import (
+    BF16,
     assert_close,
     different,
     exact_model,
@@ -33,8 +34,6 @@ from tests.support.models import (
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def shard(mesh: DeviceMesh, net: nn.Module | None = None, **settings: object) -> tuple[nn.Module, Optimizer]:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from layerzero import Codecs, Offload
 from layerzero.dtensor.local_shard import plain
 from layerzero.outer_steps import OuterSteps, divide_into_fragments, start_positions
 from tests.support.models import (
+    BF16,
     IntegerNet,
     assert_close,
     different,
@@ -35,8 +35,6 @@ from tests.support.models import (
     update,
 )
 from tests.support.ranks import BOTH, on_ranks
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def sites_of(sites: int, zero3_size: int = 1) -> DeviceMesh:

@@ -22,6 +22,7 @@ from tests.support.graphs import (
     assert_same_gradients,
     batch,
     blocks,
+    boom,
     loss_of,
     one_pass,
     sgd,
@@ -239,11 +240,7 @@ def test_after_a_failure_the_model_is_used_once_and_zeroed(rank: int) -> None:
     alone = blocks(2)
     model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh, units=["units.0", "units.1"])
     other = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh, units=["units.0", "units.1"])
-
-    def fail(_: Tensor) -> None:
-        raise LookupError
-
-    handle = model.units[0].linear.weight.register_hook(fail)
+    handle = model.units[0].linear.weight.register_hook(boom)
     with pytest.raises(LookupError):
         one_pass(model, rank, 9)
     handle.remove()

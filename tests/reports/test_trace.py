@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, boom, loss_of, one_pass, sgd, shard
 from tests.support.late_threads import late_threads
 from tests.support.launches import Launches, launches_of
 from tests.support.models import TiedTransformer, update
@@ -56,10 +56,6 @@ def nesting(launches: Launches) -> list[str]:
     return found
 
 
-def _raise(*_: object) -> NoReturn:
-    raise LookupError("no")
-
-
 def _ranges(file: Path) -> Counter[str] | None:
     names = Counter(str(event.get("name", "")) for event in json.loads(file.read_text())["traceEvents"])
     # On a busy machine torch's profiler sometimes records no event at all, not even torch's own operators.
@@ -71,7 +67,7 @@ def _writes_files(rank: int, folder: str) -> None:
     path, file = f"{folder}/rank{{rank}}.json", Path(folder, f"rank{rank}.json")
     with pytest.raises(LookupError), layerzero.trace(model, path):
         one_pass(model, rank, 0)
-        model.units[0].units[0].register_forward_hook(_raise)
+        model.units[0].units[0].register_forward_hook(boom)
         model(batch(rank, 1))
     found = _ranges(file)
     assert found is None or found["layerzero.gather units.1"] >= 1, "also where the body raises"

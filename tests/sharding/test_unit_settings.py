@@ -16,10 +16,9 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.sharding.unit_selection import block_classes
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
-from tests.support.models import TiedTransformer, full_gradients, full_parameters
+from tests.support.models import BF16, TiedTransformer, full_gradients, full_parameters
 from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32_NORM = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
 
 

@@ -23,9 +23,9 @@ import layerzero
 from layerzero import Codecs, Float8Rows, Int4Blocks, Int4Difference, Int8Blocks
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
-from tests.support.models import different, full_parameters, update
+from tests.support.models import BF16, different, full_parameters, update
 from tests.support.ranks import mesh_of, on_ranks
-from tests.support.refreshes import BF16, Layer, Net
+from tests.support.refreshes import Layer, Net
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,9 @@ from tests.slow_links.test_int4_difference import bound
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_threads import late_threads
-from tests.support.models import different, full_parameters, update
+from tests.support.models import BF16, different, full_parameters, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
-from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, is_refreshing, load, make_adamw, make_muon, refresh
+from tests.support.refreshes import FP16, WIDTH, Layer, Net, is_refreshing, load, make_adamw, make_muon, refresh
 from tests.support.wrapped_gloo import mesh_on
 
 INT4 = layerzero.Int4Difference()

@@ -20,6 +20,7 @@ from layerzero.engine.hooks import get_state
 from tests.slow_links.test_codecs import AsTheyAre
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import (
+    BF16,
     IntegerNet,
     different,
     exact_sgd,
@@ -38,7 +39,6 @@ from tests.support.ranks import (
     on_ranks,
     run_ranks,
 )
-from tests.support.refreshes import BF16
 from tests.support.wrapped_gloo import mesh_on
 
 INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()

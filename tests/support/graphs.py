@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -191,6 +191,11 @@ def trained(size: int = SIZE, steps: int = 2, **settings: Any) -> tuple[nn.Modul
     for step in range(steps):
         train_step(model, optimizer, step)
     return model, optimizer
+
+
+def boom(*_: object) -> NoReturn:
+    """Hook that fails."""
+    raise LookupError("boom")
 
 
 def message_of(call: Callable[[], Any], *, with_cause: bool = False) -> str:

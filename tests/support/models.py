@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -25,6 +27,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.local_shard import plain
 
 Batch = tuple[Tensor, Tensor]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class IntegerNet(nn.Module):
@@ -291,6 +294,13 @@ def follow_exactly(
         update(optimizer, exact)
         wrong = different(full_parameters(model), part(dict(alone.named_parameters())))
         assert not wrong, f"{at}: parameters {wrong}"
+
+
+def refusal_of(call: Callable[[], Any]) -> str:
+    """Return the message of the error that `call` raises."""
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+        call()
+    return str(caught.value)
 
 
 class Rule(Optimizer):

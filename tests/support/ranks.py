@@ -36,6 +36,7 @@ from torch.distributed.tensor import _redistribute, debug
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
+from layerzero.device.buffer_pools import FullBufferPool
 
 # The default of users, which is shared memory if S > 1; and collectives.
 BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
@@ -46,6 +47,11 @@ BOTH_SHARED_SLOW = pytest.mark.parametrize(
 # Both, but the test with shared memory is an exhaustive one.
 BOTH_SHARED_EXHAUSTIVE = pytest.mark.parametrize(
     "shared_memory", [pytest.param("off", id="off"), pytest.param(None, id="default", marks=pytest.mark.exhaustive)]
+)
+
+needs_caching = pytest.mark.skipif(
+    not FullBufferPool.can_cache,
+    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
 

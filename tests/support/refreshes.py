@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero.engine.weight_storage import WeightStorage
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 WIDTH = 40
 

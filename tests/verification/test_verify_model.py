@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
@@ -20,12 +19,10 @@ from examples import verify_gpt
 from layerzero import Codecs
 from layerzero.engine.reduction_spec import ReductionStage
 from layerzero.engine.weight_refresh import RefreshRound
-from tests.support.models import Block, TiedTransformer
+from tests.support.models import BF16, Block, TiedTransformer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def token_batch(index: int, rank: int) -> tuple[Tensor, Tensor]:

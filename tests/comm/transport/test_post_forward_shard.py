@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import get_state
@@ -22,6 +21,7 @@ from tests.support.graphs import (
     Chain,
     batch,
     blocks,
+    boom,
     compare,
     freeze,
     loss_of,
@@ -30,13 +30,12 @@ from tests.support.graphs import (
     sgd,
 )
 from tests.support.graphs import shard as shard_over
-from tests.support.models import different, full_parameters, update
+from tests.support.models import BF16, different, full_parameters, update
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
 shard = partial(shard_over, size=WORLD)
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 # --- the same bits ---
@@ -239,10 +238,6 @@ class Greedy(Chain):
         return super().forward(x).argmax(1)
 
 
-def _raise(*_: object) -> None:
-    raise LookupError("boom")
-
-
 @on_ranks(world_size=WORLD)
 def test_changed_weights_failures_and_graphs_that_nobody_comes_back_for_end_it(rank: int) -> None:
     """Check that kept weights are dropped when weights change, and that failed or graph-free passes keep none.
@@ -279,7 +274,7 @@ def test_changed_weights_failures_and_graphs_that_nobody_comes_back_for_end_it(r
     model = shard(blocks(), reshard_after_forward=2)
     for place in ("units.1", "units.2"):
         for backward in (False, True):
-            there = (lambda module, args, output: output.register_hook(_raise) and None) if backward else _raise
+            there = (lambda module, args, output: output.register_hook(boom) and None) if backward else boom
             hook = model.get_submodule(place).register_forward_hook(there)
             with pytest.raises(LookupError):
                 one_pass(model, rank, 0)
