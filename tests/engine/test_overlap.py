@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import layerzero
-from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.launches import Event, launches_of
 from tests.support.ranks import on_ranks
@@ -80,10 +79,3 @@ def _last_backward(events: Sequence[Event], before: int) -> int:
         for place in range(before)
         if (events[place].kind, events[place].phase, events[place].name) == ("begun", "backward", f"units.{UNITS - 1}")
     )
-
-
-@on_ranks(world_size=WORLD)
-def test_gathers_reductions_and_the_replica_axis_have_a_communicator_each(rank: int) -> None:
-    mesh_info = get_state(shard(blocks(1))).mesh_info
-    groups = [comm.group for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm)]
-    assert len({id(group) for group in groups}) == 3, "none queues behind another"
