@@ -226,14 +226,14 @@ def test_what_it_cannot_do_is_refused_and_the_model_stays_usable(rank: int) -> N
     ):
         pass
     with layerzero.full_precision(model), torch.no_grad(), layerzero.gathered(model[0]):
-        assert model[0].linear.weight.dtype == torch.float32
+        assert model[0].weight.dtype == torch.float32
     model.zero_grad()
     model(x).sum().backward()
 
     def edit(module: nn.Module, args: Any) -> None:
         module.weight.add_(1)
 
-    handle = model[0].linear.register_forward_pre_hook(edit)
+    handle = model[0].register_forward_pre_hook(edit)
     with torch.no_grad(), layerzero.full_precision(model):
         with pytest.raises(RuntimeError, match="changed in place"):
             model(x)

@@ -147,10 +147,10 @@ def test_torchs_profiler_shows_ranges_with_the_names_of_units(rank: int) -> None
 
     failing = shard(Chain(Chain(Block()), Block()))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True):
-        failing.units[0].raises = True
+        hook = failing.units[0].units[0].register_forward_hook(boom)
         with pytest.raises(LookupError):
             failing(batch(rank, 0))
-        failing.units[0].raises = False
+        hook.remove()
         output = failing(batch(rank, 1).requires_grad_())
     loss_of(output).backward()
     assert not get_state(failing).parts._open, "ranges that began under the profiler end without it"
