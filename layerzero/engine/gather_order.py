@@ -29,7 +29,7 @@ from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.failure_report import CollectiveError, format_order, order_difference, publish_status
 
 _REMEMBERED = 4096  # minimum length of the history that is kept
-_TRIED = 32  # number of earlier gathers of the same unit whose contexts are compared
+_TRIED = 512  # number of earlier gathers of the same unit whose contexts are compared
 _CONTEXT = 64  # maximum length of a matching context
 _SHOWN = 6  # number of gathers that an error message lists for each rank
 

@@ -145,11 +145,23 @@ def test_a_prediction_among_random_gathers_reads_a_bounded_part_of_the_history(r
     (order,), draw = get_state(model).scheduler._orders.values(), random.Random(0)
     order._history = history = _CountedHistory()
     most = 0
-    for _ in range(600):
-        history.reads = 0
-        order.check(draw.randrange(3))
-        most = max(most, history.reads)
-    assert len(history) == 600 and most < 400, most
+    with mock.patch.object(order, "_compare"):
+        for _ in range(6000):
+            history.reads = 0
+            order.check(draw.randrange(3))
+            most = max(most, history.reads)
+    assert len(history) == 6000 and most < 4000, most
+
+
+@on_ranks(world_size=2, shared_memory="off")
+def test_a_loop_with_many_forward_passes_before_each_backward_is_predicted(rank: int) -> None:
+    model = shard(blocks(2), size=2)
+    (order,) = get_state(model).scheduler._orders.values()
+    for step in range(4):
+        with mock.patch.object(order, "_compare") as compare:
+            for unit in (*(0, 1, 2) * 100, 2, 1, 0):
+                order.check(unit)
+        assert step < 2 or not compare.called, compare.call_count
 
 
 @pytest.mark.sample(3)
