@@ -45,6 +45,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -387,6 +388,9 @@ def _create_group(
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _MESH_GROUPS: weakref.WeakValueDictionary[object, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _RELEASED: dict[str, HeldGroup] = {}  # by name: see [Note: Release of groups]
+
+
+os.register_at_fork(after_in_child=_LOGS.clear)  # a child has none of gloo's threads
 
 
 @atexit.register
