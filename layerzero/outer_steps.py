@@ -424,7 +424,7 @@ class OuterSteps(StepObserver):
                 have changed, or parameters have been unfrozen.
         """
         status = self._lz_state.status
-        status.refuse_inside(what="layerzero.outer", why="where the parameters are not those of the training")
+        status.refuse_inside(what="a step of layerzero.outer", why="where the parameters are not those of the training")
         if status.load_error:
             raise RuntimeError(status.load_error)
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):

@@ -434,7 +434,7 @@ def _kind_mismatch(current: Any, saved: Any) -> str | None:
     """Return a description of the mismatch between the kinds of two settings; None if they match or one is None."""
     if current is None or saved is None or _kind(current) == _kind(saved):
         return None
-    text = repr(saved)
+    text = f"shape {list(saved.shape)}" if isinstance(saved, StoredRef) else repr(saved)
     return f"expected {_kind(current)}, but the checkpoint has {_kind(saved)}: {text[:60]}{'...' * (len(text) > 60)}"
 
 

@@ -266,12 +266,11 @@ def try_load(lz_state: LayerZeroState, load: Callable[..., Any], *args: Any, **k
     except RankLostError:
         raise
     except Exception as error:
-        own_error = error
-    own_kind = next(kind for kind, error_type in _KINDS.items() if isinstance(own_error, error_type))
-    # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
-    outcomes = [json.loads(text) for text in lz_state.ranks.all_gather_text(json.dumps([own_kind, str(own_error)]))]
-    if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
-        raise own_error
+        own_kind = next(kind for kind, error_type in _KINDS.items() if isinstance(error, error_type))
+        # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
+        outcomes = [json.loads(text) for text in lz_state.ranks.all_gather_text(json.dumps([own_kind, str(error)]))]
+        if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
+            raise
     if unknown := next((reason for kind, reason in outcomes if kind == "unknown"), ""):
         raise UnsupportedFormatError(unknown)
     return None, next((reason for kind, reason in outcomes if kind == "damaged"), "")

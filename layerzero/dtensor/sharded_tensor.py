@@ -164,9 +164,14 @@ class RowShardedTensor(DTensor):
         bounds, mesh_info = spec.bounds, spec.mesh_info
         replicas = mesh_info.replicas
         first_shard = mesh_info.grid.zero3_rank * replicas
-        inside = [bound - bounds[first_shard] for bound in bounds[first_shard : first_shard + replicas + 1]]
+        inside = bounds[first_shard : first_shard + replicas + 1]
+        relative = [bound - inside[0] for bound in inside]
         model_parallel_placements = () if spec.model_parallel is None else spec.model_parallel.placements
-        return *model_parallel_placements, UnevenShard(bounds[::replicas]), UnevenShard(inside)
+        return (
+            *model_parallel_placements,
+            UnevenShard(bounds[::replicas]),
+            UnevenShard(relative),
+        )
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object

@@ -156,6 +156,7 @@ def shard_model(
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
     groups: dict[str, dict[str, object]] = {}
+    drop_idle_groups()
     with agreed("shard_model", fields, ranks=ranks, groups=groups):
         with agreed_on_model_parallel_axes(model, root, fields):
             config = LayerZeroConfig(
@@ -177,7 +178,6 @@ def shard_model(
             settings = settings_of_units(plans, config)
             check_codecs(settings, config.codecs, root)
             fields |= settings_to_compare(settings, config)
-        drop_idle_groups()
         groups |= group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
         fields |= parts_to_compare(plans)
     _build(model, settings, model_parallel_meshes, config, param_init_fn)
