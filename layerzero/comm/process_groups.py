@@ -237,6 +237,11 @@ def current_groups() -> list[HeldGroup]:
     return [held for held in list(_HELD) if held._world() is dist.group.WORLD]
 
 
+def logged_groups() -> list[dist.ProcessGroup]:
+    """Return the groups that layerzero uses, also those that are not in torch's tables."""
+    return list(_LOGS)
+
+
 class ModelGroups:
     """Process groups that a model has created; see [Note: Release of groups].
 

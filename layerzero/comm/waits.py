@@ -57,7 +57,7 @@ from layerzero.comm.failure_report import (
     format_ranks,
     order_difference,
 )
-from layerzero.comm.process_groups import Reservation, current_groups
+from layerzero.comm.process_groups import Reservation, current_groups, logged_groups
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.streams import StreamThread
 from layerzero.utils.torch_compat import TCPStore, default_store, launches_of
@@ -336,7 +336,8 @@ class WaitMonitor:
         program = next((thread for thread in (*running, main) if thread not in own), main)
         groups = current_groups()
         launches = {held.name: (held.log.launches, tuple(held.log.recent)) for held in groups}
-        for group in torch_groups():
+        # A call of torch may wait on a group that is not in torch's tables.
+        for group in {*torch_groups(), *logged_groups()}:
             launches[f"torch/{group.group_name}"] = launches_of(group), ()
         failed = {held.name: held.failure for held in groups if held.failure}
         at, stuck = _where(frames.get(program.ident or 0)), bool(on_device) or not running

@@ -404,3 +404,22 @@ def test_the_end_of_a_process_waits_for_collectives_that_a_thread_has_left(rank:
         pending.wait(off_main_thread=True, may_wait=lambda: False)  # as a thread does when the process ends
     process_groups._await_in_flight()  # gloo's threads must not release tensors of an interpreter that has ended
     assert pending.done()
+
+
+def _waits_in_a_call_of_torch(rank: int) -> None:
+    model = layerzero.shard_model(nn.Linear(2, 2), mesh=mesh_of(1))
+    (monitor,) = (each for each in waits._RUNNING if not each.ended.is_set())
+    answers: list[waits.RankWaits] = []
+    if rank == 1:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.5, lambda: answers.append(monitor._answer(0, monitor._answering))).start()
+    dist.barrier(group=get_state(model).mesh_info.control_comms[0].group)
+    for answer in answers:
+        (wait,) = answer.waits
+        assert wait.doing.startswith("dist.barrier") and waits.has_joined(wait, answer), answer
+    assert len(answers) == (rank == 0)
+
+
+def test_a_rank_has_joined_its_own_call_of_torch_on_a_group_that_torch_does_not_list() -> None:
+    run_ranks(_waits_in_a_call_of_torch, world_size=2)
