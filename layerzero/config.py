@@ -176,8 +176,8 @@ class Offload:
 
     Attributes:
         grads: store accumulators in host memory between the backward passes of a step. On the device, the accumulators
-            then use at most twice the memory of the largest unit's accumulators. Copies overlap with the backward of
-            the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates directly in the
+            then use about twice the memory of the largest unit's accumulators, or less. Copies overlap with the work of
+            neighboring units. If there is one replica (or one rank), ``"sharded"`` accumulates directly in the
             gradient shards, which stay on the device.
         optimizer: store masters, final gradients and the optimizer's state in host memory, and run the optimizer on the
             CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to the host as they

@@ -30,7 +30,8 @@ _HANDLED = (
 def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] | None = None) -> Iterator[None]:
     """Run the body on all ranks, and raise an error on all ranks if the body failed on any rank or `fields` differ.
 
-    The body may add entries to `fields`.
+    The body may add entries to `fields`. In contrast to :func:`layerzero.extend.agreed`, all ranks raise an error of a
+    class that callers handle, and the loss of a rank is raised at once.
 
     Raises:
         ValueError: `fields` differ between ranks.

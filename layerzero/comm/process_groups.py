@@ -400,7 +400,7 @@ os.register_at_fork(after_in_child=_LOGS.clear)  # a child has none of gloo's th
 
 @atexit.register
 def _await_in_flight() -> None:
-    """Wait for the collectives in flight, which abort a process that has ended. See [Note: Release of groups]."""
+    """Wait for the collectives in flight, which could abort the process. See [Note: Release of groups]."""
     deadline = time.monotonic() + _PATIENCE
     while not all(log.is_idle for log in list(_LOGS.values())) and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -167,11 +167,7 @@ class RowShardedTensor(DTensor):
         inside = bounds[first_shard : first_shard + replicas + 1]
         relative = [bound - inside[0] for bound in inside]
         model_parallel_placements = () if spec.model_parallel is None else spec.model_parallel.placements
-        return (
-            *model_parallel_placements,
-            UnevenShard(bounds[::replicas]),
-            UnevenShard(relative),
-        )
+        return *model_parallel_placements, UnevenShard(bounds[::replicas]), UnevenShard(relative)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object

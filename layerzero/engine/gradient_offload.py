@@ -10,7 +10,9 @@ CPU, has ended. A copy runs after all work enqueued so far on the current stream
 streams, and after earlier copies to and from the slab. Streams wait for copies, but the host does not wait.
 
 The memory to which kernels add gradients themselves (``main_grad``) belongs to a handle whose reduction may be launched
-much later. Such an accumulator leaves its slab at the next point at which reductions may be launched.
+much later. Such an accumulator leaves its slab at the next point at which reductions may be launched. If a unit has
+several such handles, both slabs may be in use when another one is needed. A third slab is then allocated, which the
+estimates of memory do not include.
 """
 
 from __future__ import annotations

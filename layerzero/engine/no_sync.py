@@ -1,4 +1,4 @@
-"""Accumulate gradients without a reduction over all ranks, and hint at `no_sync` if a training loop does not use it.
+"""Describe `no_sync`, and log a hint if a training loop reduces gradients in every micro-batch.
 
 [Note: no_sync]
 `no_sync` (sharding/module_methods.py) sets ``Scheduler.requires_gradient_sync`` to False. A backward pass that starts
