@@ -1,6 +1,7 @@
-"""Write the measured tables into docs/benchmarks.md and README.md: ``python -m benchmarks.tables``.
+"""Write the measured tables into benchmarks/results/*.md and README.md: ``python -m benchmarks.tables``.
 
-This script generates the text between two markers, so that the pages always agree with benchmarks/results/.
+This script generates the files, and the text between two markers in README.md, so that they always agree with the
+results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.contestants import ENTRIES
-from benchmarks.results import Range, Results, Row, published, ratio_of
+from benchmarks.results import FOLDER, Range, Results, Row, published, ratio_of
 
 __all__ = [
     "COMPARED",
@@ -21,8 +22,8 @@ __all__ = [
     "PAGE",
     "README",
     "fastest_of_each",
+    "file_of",
     "losses_agree",
-    "page_with",
     "readme_with",
     "render",
     "summary",
@@ -48,11 +49,10 @@ _PEERS = {
 _SCHEMES = {ENTRIES[name].label: (name,) for name in _OURS_IN_SHORT} | _PEERS
 
 
-def page_with(page: str, results: Sequence[Results]) -> str:
-    """Return the page with its generated parts replaced."""
-    for each in results:
-        page = _replaced(page, each.where, render(each))
-    return page
+def file_of(results: Results) -> str:
+    """Return the text of the file with all tables of one setup."""
+    title = f"Results: {results.where.replace('-', ' ')}"
+    return f"# {title}\n\ndocs/benchmarks.md explains the columns and the method.\n\n{render(results)}"
 
 
 def readme_with(page: str, results: Sequence[Results]) -> str:
@@ -220,13 +220,14 @@ def _ranged(value: Range, digits: int, unit: float = 1.0) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="*", help="by default all of benchmarks/results/")
-    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the pages as they are")
+    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the files as they are")
     args = parser.parse_args()
     results = [Results.load(path) for path in args.results] or published()
     if args.print:
         print("\n".join(map(render, results)))
     else:
-        PAGE.write_text(page_with(PAGE.read_text(), results))
+        for each in results:
+            (FOLDER / f"{each.where}.md").write_text(file_of(each))
         README.write_text(readme_with(README.read_text(), results))
     return 0
 

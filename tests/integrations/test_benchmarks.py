@@ -29,7 +29,7 @@ from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import tables as gpu
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Results, published, summarize
-from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render
+from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, file_of, losses_agree, readme_with, render
 from benchmarks.task import Task, make_batches, make_model
 from benchmarks.worker import Job, take_step
 from tests.support.ranks import on_ranks, run_ranks
@@ -323,12 +323,13 @@ def test_losses_that_differ_or_are_not_finite_are_told(wrong: float) -> None:
     assert "**DO NOT AGREE**" in render(results)
 
 
-def test_the_published_page_is_made_of_the_published_results() -> None:
+def test_the_published_tables_are_made_of_the_published_results() -> None:
     page, readme = PAGE.read_text(), README.read_text()
-    assert page_with(page, published()) == page, "run python -m benchmarks.tables"
+    for results in published():
+        assert file_of(results) == (FOLDER / f"{results.where}.md").read_text(), "run python -m benchmarks.tables"
+        assert f"](../benchmarks/results/{results.where}.md)" in page
     assert readme_with(readme, published()) == readme, "run python -m benchmarks.tables"
-    places = ["one-machine", "two-nodes"]
-    assert [results.where for results in published()] == places, "each has a part of the page"
+    assert [results.where for results in published()] == ["one-machine", "two-nodes"]
 
 
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
