@@ -251,6 +251,10 @@ def test_a_send_buffer_is_lent_until_the_collective_ends() -> None:
         assert scratch.lend_send_buffer(F32, pool, leases) is first
         assert scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
     assert pool.acquire(4, torch.bfloat16) is copied and pool.acquire(4, F32) is first
+    with ExitStack() as leases:
+        second = scratch.open(keep=False)
+        scratch.lend_send_buffer(torch.bfloat16, pool, leases)
+        assert pool.acquire(4, F32) is second, "a copy in another dtype is sent, so the memory is free at once"
 
 
 def _alone() -> HandleGradients:
