@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.dtensor.lazy_grad import post_accumulate_grad_hooks
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
@@ -194,7 +195,9 @@ def test_what_users_may_do_is_no_corruption(rank: int, tmp_path: Path, size: int
             optimizer.load_state_dict(optimizer.state_dict())
             model.first.requires_grad_(False)
     assert guard.checks == 10 and layerzero.fingerprint(model).ok
+    assert {len(post_accumulate_grad_hooks(p)) for p in model.parameters()} == {1}, "steps add no hooks"
     guard.close()
+    assert not any(post_accumulate_grad_hooks(p) for p in model.parameters())
 
 
 @on_ranks()
