@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero.engine.hooks import get_state
 from layerzero.utils.nonfinite import nonfinite_names
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
@@ -93,6 +94,7 @@ def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
             optimizer.zero_grad()
     assert not different(full_parameters(model), full_parameters(plain)), "the model is usable, and as it was"
     guard.close()
+    assert all(handle.inspector is None for handle in get_state(model).handles), "gradients are read no more"
     _pass(model, rank, 0, spoil={1: math.nan})
     for optimizer in optimizers:
         optimizer.step()
