@@ -254,6 +254,7 @@ def test_the_replica_group_is_used_once_per_step(rank: int) -> None:
     ):
         optimizer = exact_sgd(model.masters.values())
         run_step(model, model.no_sync, batches_of(rank, 3)[0], (False, False, True), integer_loss)
+        assert any(master.grad is not None for master in model.masters.values()), "the last backward reduces them"
         model.step(optimizer)
     units = len(IntegerNet.UNITS) + 1
     groups = [[call.kwargs["group"] for call in calls.call_args_list] for calls in (gathers, reductions)]
