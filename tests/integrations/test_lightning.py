@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,11 @@ def test_a_run_of_ddp_goes_on_here_and_what_cannot_work_is_refused(rank: int, tm
     theirs = fit("ddp", tmp_path, ckpt=f"{tmp_path}/ddp.ckpt", **settings, max_epochs=2)
     ours = fit(LayerZeroStrategy(2), tmp_path, Module(1), ckpt=f"{tmp_path}/ddp.ckpt", **settings, max_epochs=2)
     assert_like(ours.lightning_module.losses, theirs.lightning_module.losses)
+    ours.save_checkpoint(f"{tmp_path}/ours.ckpt")
+    with mock.patch("shutil.rmtree") as remove:
+        ours.save_checkpoint(f"{tmp_path}/ours.ckpt", weights_only=True)
+    removed = [Path(call.args[0]).name for call in remove.call_args_list]
+    assert removed == (["layerzero_0"] if rank == 0 else []), "one rank removes what the new checkpoint does not have"
     with pytest.raises(ValueError, match="find_unused_parameters"):
         LayerZeroStrategy(2, find_unused_parameters=True)
     with pytest.raises(ValueError, match="precision='16-true' is not supported"):
