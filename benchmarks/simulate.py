@@ -1,4 +1,4 @@
-"""Simulate steps of 7 B and 70 B models on 8 to 4,096 nodes; docs/simulation.md describes the method and its accuracy.
+"""Simulate steps of 7 B and 70 B models on 8 to 4,096 nodes; see benchmarks/simulation/README.md.
 
 python -m benchmarks.simulate --nodes 8 128 4096 --json projection.json
 """

@@ -407,8 +407,8 @@ def kernels(args: argparse.Namespace, run: Callable[[], object]) -> int:
 def network(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a step of one of 64 ranks over a modeled network, and the same step if collectives take no time.
 
-    The computation is real. A collective occupies its stream as long as the simulator of docs/simulation.md expects it
-    to take if no other collective uses the same links.
+    The computation is real. A collective occupies its stream as long as the simulator (benchmarks/simulation/README.md)
+    expects it to take if no other collective uses the same links.
     """
     with one_of_64(ModeledNetwork):
         _, step = contestant(args, _WORLD, _NODE)

@@ -1,1 +1,1 @@
-"""Simulation of training on 4,096 nodes; see docs/simulation.md."""
+"""Simulation of training on 4,096 nodes; see README.md."""

@@ -1,7 +1,7 @@
 """Settings of mkdocs in addition to mkdocs.yml: pages that are made from files elsewhere in the repository.
 
 - The first page is README.md; CHANGELOG.md and others of the root are pages, too.
-- Examples and other sources that a page links to are pages with their source; tables of benchmarks are pages.
+- Examples and other sources that a page links to are pages with their source; so are pages of benchmarks.
 - The API reference has a page for each topic of ``API``, and mkdocstrings takes the text from docstrings.
 - A link whose text is a file name shows the title of the page instead. Links to files of data become plain text.
 - A part between ``<!-- tabs -->`` and ``<!-- end of tabs -->`` becomes tabs; each bold line is the title of a tab.
@@ -112,8 +112,8 @@ def on_files(files: Files, config: Any) -> Files:
         language = AS_SOURCE.get(source) or LANGUAGES[Path(source).suffix]
         page = f"---\nsearch: {{exclude: true}}\n---\n# {Path(source).name}\n\n````{language}\n{text}````\n"
         files.append(File.generated(config, f"{source}.md", content=page))
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
-        page = f"---\nsearch: {{exclude: true}}\n---\n{path.read_text('utf-8')}"
+    for path in sorted((ROOT / "benchmarks").rglob("*.md")):
+        page = f"---\nsearch: {{exclude: true}}\n---\n{path.read_text('utf-8').replace('../../docs/', '../../')}"
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=page))
     topics = _topics()
     for title, sections in topics.items():

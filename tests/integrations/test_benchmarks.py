@@ -99,7 +99,7 @@ LINK_ROWS = {  # row of docs/slow-links.md: key of the records
     'fp32 gradients, `Codecs(refresh="lossless")`': "layerzero-lossless/A4/fp32",
     '`Int4Blocks()`, `"lossless"`': "layerzero-int4-lossless/A4/fp32",
     "`Int4Blocks()`, `Int4Difference()`": "layerzero-int4-int4/A4/fp32",
-    "a [site](sites.md) per node, H = 16, 4 fragments, int4": "layerzero-sites/A4/fp32",
+    "a [site](#several-sites) per node, H = 16, 4 fragments, int4": "layerzero-sites/A4/fp32",
     "the same without exchanges": "layerzero-sites-apart/A4/fp32",
     "FSDP2 HSDP, fp32 gradients": "fsdp2-hsdp-no-sync/A4/fp32",
     "FSDP2 HSDP, bf16 gradients": "fsdp2-hsdp-no-sync/A4/bf16",
