@@ -1,6 +1,6 @@
 """Determine by long runs which optimizers of other packages work, and compare the result with layerzero's decision.
 
-    PYTHONPATH=DIR python -m benchmarks.optimizer_survey [--write docs/optimizers.md] [--only NAME ...]
+    PYTHONPATH=DIR python -m benchmarks.optimizer_survey [--write benchmarks/results/optimizers.md] [--only NAME ...]
 
 DIR contains the packages to test, out of pytorch_optimizer, lion-pytorch, schedulefree, bitsandbytes and torchao.
 Install them with ``--no-deps --target DIR``, so that torch is not replaced.
