@@ -189,7 +189,7 @@ def _refuse_unsupported(
     if parallel_dims.cp_enabled or parallel_dims.pp_enabled:
         raise ValueError(
             "context_parallel_degree and pipeline_parallel_degree > 1 are not supported with torchtitan. Use "
-            "tensor_parallel_degree, or a training loop as in docs/pipelines.md"
+            "tensor_parallel_degree, or a training loop as in docs/meshes.md"
         )
 
 

@@ -120,7 +120,7 @@ def shard_model(
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
             share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
-            ``docs/shared_memory.md``.
+            ``docs/settings.md``.
         ignored_params: parameters that are not sharded. Such parameters stay full on every rank, and their gradients
             are not averaged. ``"unsupported"`` selects the frozen parameters that cannot be sharded (integers, 8-bit
             formats and tensor subclasses), such as quantized base weights under adapters. All ranks must have loaded

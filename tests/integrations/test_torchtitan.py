@@ -271,7 +271,7 @@ def _refused(rank: int, folder: str, section: str, field: str, value: Any, messa
         ("parallelism", "spmd_backend", "spmd_types", "--parallelism.spmd_backend partial_dtensor"),
         ("training", "enable_cpu_offload", True, "Offload.optimizer=True"),
         ("parallelism", "enable_fsdp_symm_mem", True, "Leave it out"),
-        ("parallelism", "pipeline_parallel_degree", 2, "docs/pipelines.md"),
+        ("parallelism", "pipeline_parallel_degree", 2, "docs/meshes.md"),
         ("parallelism", "context_parallel_degree", 2, "tensor_parallel_degree"),
         ("training", "disable_cuda_graphs", False, "--training.disable_cuda_graphs"),
         ("optimizer", "implementation", "fused_opt_states_bf16", "Use 'fused'"),
