@@ -242,7 +242,8 @@ class Codecs:
             has no effect.
         hop2: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks` or :class:`Int4Blocks`,
             which send a quarter or an eighth of the bytes of fp32, or an object with the methods of
-            :class:`GatherCodec`. The ranks add the decoded gradients in fp32, so `replica_reduce_dtype` has no effect.
+            :class:`GatherCodec`. The ranks add the decoded gradients in fp32 (layerzero's codecs exactly, and then
+            rounded once), so `replica_reduce_dtype` has no effect.
             If there is one replica, the setting has no effect.
         refresh: encoding of refreshed weights, which cross nodes. With ``"lossless"``, each rank sends compressed
             differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical

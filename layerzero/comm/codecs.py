@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -34,7 +37,8 @@ class GatherCodec(Protocol):
     """Protocol for codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``Codecs(gather=...)``.
 
     ``Codecs(hop2=...)`` uses the same methods for gradients between nodes. A shard is then the part of a
-    gradient that one rank receives, in fp32, and each block is one row of adjacent elements.
+    gradient that one rank receives, in fp32, and each block is one row of adjacent elements. The rank adds the decoded
+    parts of the other replicas to its own part, in the order of replicas.
 
     A codec has no state. Decoded weights depend only on the encoded bytes, so all ranks decode the same weights.
     In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape ``[rows,
@@ -60,6 +64,50 @@ class FeedbackCodec(GatherCodec, Protocol):
 
     def encode_with_feedback(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor, residual: Tensor) -> None:
         """Encode ``shard + residual`` into `out`, and store the error of the encoding in `residual` (1-D, bf16)."""
+
+
+@runtime_checkable
+class PartsCodec(Protocol):
+    """Additional methods of a codec for gradients, which encode or add the parts of several replicas at once.
+
+    The number of kernels then does not depend on the number of replicas. The parts are the rows of 2-D tensors and have
+    the same `blocks`. The rows of encoded parts begin at multiples of 16 bytes.
+    """
+
+    def encode_parts(
+        self, parts: Tensor, blocks: Sequence[ParamRows], out: Tensor, residuals: Tensor | None = None
+    ) -> None:
+        """Encode each row of `parts` into the same row of `out`, uint8 ``[m, nbytes]``.
+
+        If `residuals` is given, do so as in ``encode_with_feedback``.
+        """
+
+    def add_decoded(self, encoded: Tensor, blocks: Sequence[ParamRows], total: Tensor) -> None:
+        """Decode each row of `encoded`, uint8 ``[m, nbytes]``, and add them to `total`, 1-D."""
+
+
+class _PartByPart:
+    """Encode and add parts one after the other, for a codec that is not a :class:`PartsCodec`."""
+
+    def __init__(self, codec: GatherCodec, dtype: torch.dtype) -> None:
+        self._codec = codec
+        self._dtype = dtype  # in which parts are encoded
+
+    def encode_parts(
+        self, parts: Tensor, blocks: Sequence[ParamRows], out: Tensor, residuals: Tensor | None = None
+    ) -> None:
+        for index, (part, message) in enumerate(zip(parts, out, strict=True)):
+            exact = part if part.dtype is self._dtype else torch.empty_like(part, dtype=self._dtype).copy_(part)
+            if residuals is not None and has_feedback(self._codec):
+                self._codec.encode_with_feedback(exact, blocks, message, residuals[index])
+            else:
+                self._codec.encode(exact, blocks, message)
+
+    def add_decoded(self, encoded: Tensor, blocks: Sequence[ParamRows], total: Tensor) -> None:
+        decoded = torch.empty_like(total)
+        for message in encoded:
+            self._codec.decode(message, blocks, decoded)
+            total.add_(decoded)
 
 
 @runtime_checkable
@@ -176,11 +224,25 @@ def residual_numel(layout: FlatLayout, grid: ShardGrid) -> int:
     return grid.numel(layout, Extent.ZERO3) - grid.numel(layout, Extent.ZERO1)
 
 
-class EncodedPartsSpec(NamedTuple):
+class PartsRun(NamedTuple):
+    """Parts for adjacent replicas other than this one that have the same size and the same blocks."""
+
+    replica: int  # the first of them
+    parts: tuple[int, int]  # shape of these parts
+    messages: tuple[int, int]  # shape of the encoded parts
+    elements: slice  # these parts in the ZeRO-3 gradient shard
+    nbytes: slice  # the encoded parts in the send buffer
+    residual: slice  # the errors of these parts in the residual
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPartsSpec:
     """Codec, ranges and encoded sizes of each replica's part of a ZeRO-3 gradient shard."""
 
     codec: GatherCodec
     dtype: torch.dtype  # dtype in which parts are encoded, decoded and added
+    replica: int  # of this rank
+    numels: list[int]  # number of elements of each part
     blocks: list[list[ParamRows]]  # encoded elements of each part
     sizes: list[int]  # size of each encoded part, in bytes
 
@@ -192,9 +254,37 @@ class EncodedPartsSpec(NamedTuple):
             TypeError: ``codec.nbytes`` does not return a number of bytes.
         """
         added_in, blocks = max(dtype, torch.float32, key=lambda each: each.itemsize), replica_param_ranges(layout, grid)
-        return cls(codec, added_in, blocks, [_encoded_nbytes(codec, each, added_in) for each in blocks])
+        numels = grid.replica_part_sizes(layout) or [layout.shard_numel] * grid.replicas
+        sizes = [_encoded_nbytes(codec, each, added_in) for each in blocks]
+        return cls(codec, added_in, grid.replica_rank, list(numels), blocks, sizes)
 
-    @property
+    @cached_property
     def widths(self) -> list[int]:
         """Size of each part in a message in bytes, rounded up so that the next part is aligned."""
         return [encoded_bytes([size]) for size in self.sizes]
+
+    @cached_property
+    def parts_codec(self) -> PartsCodec:
+        """Codec that encodes and adds several parts at once."""
+        return self.codec if isinstance(self.codec, PartsCodec) else _PartByPart(self.codec, self.dtype)
+
+    @cached_property
+    def to_each(self) -> list[int]:
+        """Number of bytes sent to each replica."""
+        return [0 if replica == self.replica else width for replica, width in enumerate(self.widths)]
+
+    @cached_property
+    def runs(self) -> list[PartsRun]:
+        """Parts that are encoded together."""
+        errors = [0 if replica == self.replica else numel for replica, numel in enumerate(self.numels)]
+        starts = [list(accumulate(each, initial=0)) for each in (self.numels, self.to_each, errors)]
+        found = []
+        for (is_own, numel, blocks), group in groupby(
+            range(len(self.numels)), lambda each: (each == self.replica, self.numels[each], self.blocks[each])
+        ):
+            first, *others = group
+            count = 1 + len(others)
+            if blocks and not is_own:
+                ranges = [slice(each[first], each[first + count]) for each in starts]
+                found.append(PartsRun(first, (count, numel), (count, self.widths[first]), *ranges))
+        return found

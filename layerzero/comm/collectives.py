@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.comm.codecs import EncodedPartsSpec, has_feedback
+from layerzero.comm.codecs import EncodedPartsSpec
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, display_name
@@ -542,12 +542,11 @@ def encoded_reduce_scatter(
     *,
     residual: Tensor | None = None,
     name: str = "",
-    parts: Sequence[int] | None = None,
 ) -> PendingReduction:
     """Start a reduce-scatter of `flat` [size * n] with encoded messages.
 
     The encoded pieces are exchanged with an all-to-all. Each rank decodes the pieces that it receives, and adds them
-    to its own exact piece in rank order. The other arguments are the same as for :func:`reduce_scatter`.
+    to its own exact piece. The other arguments are the same as for :func:`reduce_scatter`.
 
     Args:
         encoded: codec, and the elements of each rank's piece that it encodes. The other elements are padding.
@@ -555,64 +554,44 @@ def encoded_reduce_scatter(
             They are added to the new messages and then overwritten with the errors of the new messages. None if error
             feedback is off.
     """
-    numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
-    codec, _, blocks, sizes = encoded
-    rank, widths = comm.rank, encoded.widths
-    to_each = [0 if index == rank else width for index, width in enumerate(widths)]
-    error_numels = [0 if index == rank else numel for index, numel in enumerate(numels)]
-    errors = torch.split(residual, error_numels) if residual is not None else None
-    from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
+    rank, codec, to_each = comm.rank, encoded.parts_codec, encoded.to_each
+    width, blocks = encoded.widths[rank], encoded.blocks[rank]
+    from_each = [0 if index == rank else width for index in range(comm.size)]
     with launching(comm, collective, name, sum(to_each)) as launched:
-        sent, received, sums = (pool.acquire(*size) for size in encoded_buffer_sizes(encoded, numels, rank))
-        summands = sums.view(comm.size, numels[rank]).unbind()
+        sent, received, total = (pool.acquire(*size) for size in encoded_buffer_sizes(encoded))
 
         def release_buffers() -> None:
-            for buffer in (sent, received, sums):
+            for buffer in (sent, received, total):
                 pool.release(buffer)
 
         try:
-            pieces, messages = torch.split(flat, numels), torch.split(sent, to_each)
-            summands[rank].copy_(pieces[rank])
-            for index in range(comm.size):
-                if index != rank and blocks[index]:
-                    message = messages[index][: sizes[index]]
-                    _encode(encoded, index, pieces[index], message, None if errors is None else errors[index])
+            total.copy_(torch.split(flat, encoded.numels)[rank])  # a final gradient may be restored to this memory
+            for run in encoded.runs:
+                parts, messages = flat[run.elements].view(run.parts), sent[run.nbytes].view(run.messages)
+                messages = messages[:, : encoded.sizes[run.replica]]
+                errors = None if residual is None else residual[run.residual].view(run.parts)
+                codec.encode_parts(parts, encoded.blocks[run.replica], messages, errors)
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             release_buffers()
             raise
 
-    def decode_parts() -> Sequence[Tensor]:
-        for index, (part, out) in enumerate(zip(torch.split(received, from_each), summands, strict=True)):
-            if index != rank and blocks[rank]:
-                codec.decode(part[: sizes[rank]], blocks[rank], out)
-        return summands
+    def add_parts() -> Sequence[Tensor]:
+        if blocks:
+            messages = received.view(comm.size - 1, width)[:, : encoded.sizes[rank]]
+            codec.add_decoded(messages, blocks, total)
+        return (total,)
 
-    return PendingReduction(launched.attach_transfers(work), flat, decode_parts, None, release_buffers)
-
-
-def _encode(encoded: EncodedPartsSpec, index: int, piece: Tensor, message: Tensor, errors: Tensor | None) -> None:
-    """Encode the piece for rank `index` into `message`, and update the encoding `errors` if there is error feedback."""
-    codec, dtype, blocks = encoded.codec, encoded.dtype, encoded.blocks[index]
-    exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-    if errors is not None and has_feedback(codec):
-        codec.encode_with_feedback(exact, blocks, message, errors)
-    else:
-        codec.encode(exact, blocks, message)
+    return PendingReduction(launched.attach_transfers(work), flat, add_parts, None, release_buffers)
 
 
-def encoded_buffer_sizes(encoded: EncodedPartsSpec, numels: Sequence[int], rank: int) -> list[Size]:
-    """Return the sizes of the send, receive and summand buffers that :func:`encoded_reduce_scatter` acquires.
-
-    Args:
-        numels: number of elements that each rank receives.
-        rank: the calling rank.
-    """
-    widths = encoded.widths
+def encoded_buffer_sizes(encoded: EncodedPartsSpec) -> list[Size]:
+    """Return the sizes of the send, receive and sum buffers that :func:`encoded_reduce_scatter` acquires."""
+    rank, widths = encoded.replica, encoded.widths
     return [
-        (sum(widths) - widths[rank], torch.uint8),
-        ((len(numels) - 1) * widths[rank], torch.uint8),
-        (len(numels) * numels[rank], encoded.dtype),
+        (sum(encoded.to_each), torch.uint8),
+        ((len(widths) - 1) * widths[rank], torch.uint8),
+        (encoded.numels[rank], encoded.dtype),
     ]
 
 

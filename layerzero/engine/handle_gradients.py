@@ -538,9 +538,7 @@ class HandleReduction:
         comm, parts = self._comm_of(stage), gradients.replica_part_sizes
         if (encoded := gradients.encoded_parts_spec) is not None:
             residual = gradients.take_residual()
-            return encoded_reduce_scatter(
-                comm, stage.collective, sent, pool, encoded, residual=residual, name=name, parts=parts
-            )
+            return encoded_reduce_scatter(comm, stage.collective, sent, pool, encoded, residual=residual, name=name)
         return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction) -> None:

@@ -275,13 +275,10 @@ def _receive_sizes(stage: ReductionStage, layout: FlatLayout, traits: RankTraits
     if stage.collective is Collective.HOP1:
         received = Extent.FULL if traits.transport.sums_locally else Extent.ZERO3
         return [(grid.numel(layout, received), stage.wire_dtype)]
-    own, numel = grid.numel(layout, Extent.ZERO1), grid.numel(layout, Extent.ZERO3)
-    unequal_parts = grid.replica_part_sizes(layout)
     if stage.codec is not None:
-        encoded = EncodedPartsSpec.of(stage.codec, layout, grid, stage.wire_dtype)
-        parts = unequal_parts or (numel // grid.replicas,) * grid.replicas
-        return encoded_buffer_sizes(encoded, parts, grid.replica_rank)
-    sums_locally = traits.adds_hop2 or unequal_parts is not None
+        return encoded_buffer_sizes(EncodedPartsSpec.of(stage.codec, layout, grid, stage.wire_dtype))
+    own = grid.numel(layout, Extent.ZERO1)
+    sums_locally = traits.adds_hop2 or grid.replica_part_sizes(layout) is not None
     return [(grid.replicas * own if sums_locally else own, stage.wire_dtype)]
 
 

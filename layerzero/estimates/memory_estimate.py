@@ -125,8 +125,7 @@ def _reduction_bytes(stage: ReductionStage, handle: HandleSpec, traits: RankTrai
     """Return the number of bytes that a rank sends in a stage of a reduction between equal ZeRO-1 shards."""
     grid, is_hop1 = traits.grid, stage.collective is Collective.HOP1
     if stage.codec is not None:
-        widths = EncodedPartsSpec.of(stage.codec, handle.layout, grid, stage.wire_dtype).widths
-        return sum(widths) - widths[grid.replica_rank]
+        return sum(EncodedPartsSpec.of(stage.codec, handle.layout, grid, stage.wire_dtype).to_each)
     in_place = is_hop1 and traits.transport.shares_memory and handle.has_persistent_send_buffer(config)
     dtype = handle.precision.master if in_place else stage.wire_dtype
     return (

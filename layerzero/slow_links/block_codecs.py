@@ -18,39 +18,38 @@ class _IntegerBlocks:
     An encoded shard consists of all scales, followed by the integers. Operations write to existing tensors instead of
     returning new ones (``to``, ``+``). A chunk then needs no other temporary memory, and the emulated device of the
     tests, tests/support/late_device.py, can run the operations late on a stream.
+
+    [Note: Exact sums of decoded parts]
+    A device adds many parts in one kernel, in an order that depends on the device and on the number of parts. The sum
+    is therefore exact, so that it does not depend on the order. Let t be the largest scale of all parts of a block,
+    rounded down to a power of two. Each scale is rounded to a multiple of 2^-28 t, or of twice this number, which
+    changes no scale above 2^-20 t. An integer times such a scale, and any sum of these products over up to 2^16 parts,
+    is a multiple of 2^-28 t below 2^25 t, which fp64 represents exactly. The sum is added to this rank's own part in
+    fp64 and then rounded to the dtype of this part. A single part needs no fp64.
     """
 
     _BLOCK = 128  # elements that share a scale
     _BITS: ClassVar[int]
     _MOST: ClassVar[float]  # largest integer
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
+    _ROUNDING = 2.0**24  # adding and subtracting this multiple of a scale rounds to 2^-28 times its power of two
     _AT_ONCE = 2**17  # elements that are converted at once on a CPU, so that they fit into the cache of a core
-    _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device; temporary memory of 69 MiB or less for fp32
+    _AT_ONCE_ON_DEVICE = 2**22  # enough to fill a device; temporary memory of 69 MiB or less for fp32
 
     def _packed_nbytes(self, width: int) -> int:
         """Return the number of bytes of the integers of a block of `width` elements."""
         return -(-width * self._BITS // 8)
 
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        """Write integers, given as floating-point numbers ``[n, width]``, to `packed`, int8 ``[n, size]``.
+        """Write integers, given as floating-point numbers ``[m, n, width]``, to `packed`, int8 ``[m, n, size]``.
 
         With 4 bits, a byte holds two integers a and b of a block, from its first and its second half, as a + 16 b.
         """
-        first, second = integers[:, : packed.size(1)], integers[:, packed.size(1) :]
+        size = packed.size(-1)
+        first, second = integers[..., :size], integers[..., size:]
         packed.copy_(first)
         if self._BITS == 4:
-            packed[:, : second.size(1)].add_(torch.empty_like(second, dtype=torch.int8).copy_(second), alpha=16)
-
-    def _unpack(self, packed: Tensor, values: Tensor) -> None:
-        """Write the integers in `packed`, int8 ``[n, size]``, to `values`, ``[n, width]``."""
-        if self._BITS == 8:
-            values.copy_(packed)
-            return
-        first, second = values[:, : packed.size(1)], values[:, packed.size(1) :]
-        high, low = torch.empty_like(packed), torch.empty_like(packed)
-        torch.add(packed, 8, out=high).bitwise_right_shift_(4)
-        second.copy_(high[:, : second.size(1)])
-        first.copy_(torch.sub(packed, high, alpha=16, out=low))
+            packed[..., : second.size(-1)].add_(torch.empty_like(second, dtype=torch.int8).copy_(second), alpha=16)
 
     def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return sum(
@@ -61,29 +60,59 @@ class _IntegerBlocks:
         )
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for elements, scales, packed in self._iter_chunks(blocks, out):
-            values = shard[elements].view(len(scales), -1)
-            self._quantize(values, torch.empty_like(values), scales, packed)
+        self.encode_parts(shard[None], blocks, _as_row(out))
 
     def encode_with_feedback(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor, residual: Tensor) -> None:
         """Encode ``shard + residual`` into `out`, and store the error of the encoding in `residual`.
 
         A block with a non-finite element gets a residual of zero.
         """
+        self.encode_parts(shard[None], blocks, _as_row(out), residual[None])
+
+    def encode_parts(
+        self, parts: Tensor, blocks: Sequence[ParamRows], out: Tensor, residuals: Tensor | None = None
+    ) -> None:
         for elements, scales, packed in self._iter_chunks(blocks, out):
-            errors = residual[elements].view(len(scales), -1)
-            exact = torch.empty_like(errors, dtype=shard.dtype).copy_(errors)
-            exact.add_(shard[elements].view(exact.shape))
+            shape = (*scales.shape[:2], -1)
+            exact = parts[:, elements].view(shape)
+            errors = None if residuals is None else residuals[:, elements].view(shape)
+            dtype = max(exact.dtype, torch.float32, key=lambda each: each.itemsize)
+            if errors is not None or exact.dtype is not dtype:
+                exact = torch.empty_like(exact, dtype=dtype).copy_(exact)
             integers = torch.empty_like(exact)
-            self._quantize(exact, integers, scales, packed)
+            if errors is None:
+                self._quantize(exact, integers, scales, packed)
+                continue
+            self._quantize(exact.add_(errors), integers, scales, packed)
             rounded = torch.empty_like(scales, dtype=exact.dtype).copy_(scales)
             errors.copy_(exact.addcmul_(integers, rounded, value=-1).nan_to_num_())
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
+        for block in blocks:
+            out[block.start : block.start + block.numel].zero_()
+        self.add_decoded(_as_row(encoded), blocks, out)
+
+    def add_decoded(self, encoded: Tensor, blocks: Sequence[ParamRows], total: Tensor) -> None:
+        """Add the decoded parts to `total`; see [Note: Exact sums of decoded parts]."""
         for elements, scales, packed in self._iter_chunks(blocks, encoded):
-            values = out[elements].view(len(scales), -1)
-            self._unpack(packed, values)
-            values.mul_(scales)
+            target, (parts, count, size) = total[elements].view(scales.size(1), -1), packed.shape
+            wide = torch.float64 if parts > 1 else max(total.dtype, torch.float32, key=lambda each: each.itemsize)
+            weights = torch.empty_like(scales, dtype=wide).copy_(scales)
+            if parts > 1:
+                largest = torch.amax(scales, 0, out=torch.empty_like(scales[0]))
+                weights.add_(largest, alpha=self._ROUNDING).sub_(largest, alpha=self._ROUNDING)
+            products = torch.empty((parts, count, size * 8 // self._BITS), dtype=wide, device=total.device)
+            products[..., :size].copy_(packed)
+            if self._BITS == 4:
+                shifted = torch.add(packed, 8, out=torch.empty_like(packed))
+                torch.bitwise_right_shift(shifted, 4, out=products[..., size:])
+            products.mul_(weights)
+            sums = products[0]
+            if parts > 1:
+                sums = torch.sum(products, 0, out=torch.empty_like(sums))
+            if self._BITS == 4:
+                sums[:, :size].sub_(sums[:, size:], alpha=16)
+            target.add_(sums[:, : target.size(1)])
 
     def _quantize(self, values: Tensor, integers: Tensor, scales: Tensor, packed: Tensor) -> None:
         """Write the scales, the integers as floating-point numbers, and the packed integers of some blocks.
@@ -92,7 +121,7 @@ class _IntegerBlocks:
         non-finite element are arbitrary, because its scale is NaN.
         """
         largest, rounded = (torch.empty_like(scales, dtype=values.dtype) for _ in range(2))
-        torch.amax(torch.abs(values, out=integers), 1, keepdim=True, out=largest)
+        torch.amax(torch.abs(values, out=integers), -1, keepdim=True, out=largest)
         torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
         largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
         scales.copy_(largest)
@@ -100,8 +129,13 @@ class _IntegerBlocks:
         self._pack(torch.mul(values, rounded, out=integers).round_(), packed)
 
     def _iter_chunks(self, blocks: Sequence[ParamRows], encoded: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (elements of the shard, scales ``[n, 1]``, packed integers ``[n, size]``) for chunks of n blocks."""
+        """Yield chunks of n blocks of each of the m messages in `encoded`, uint8 ``[m, nbytes]``.
+
+        A chunk consists of (elements of the shard, scales ``[m, n, 1]``, packed integers ``[m, n, size]``).
+        """
+        messages = len(encoded)
         at_once = self._AT_ONCE if encoded.device.type == "cpu" else self._AT_ONCE_ON_DEVICE
+        at_once = max(1, at_once // messages // self._BLOCK) * self._BLOCK
         scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
         for block in blocks:
             for first in range(block.start, block.start + block.numel, at_once):
@@ -113,10 +147,15 @@ class _IntegerBlocks:
                     count, size = (end - start) // width, self._packed_nbytes(width)
                     yield (
                         slice(start, end),
-                        encoded[scale : scale + 2 * count].view(torch.bfloat16).view(count, 1),
-                        encoded[byte : byte + count * size].view(torch.int8).view(count, size),
+                        encoded[:, scale : scale + 2 * count].view(torch.bfloat16).view(messages, count, 1),
+                        encoded[:, byte : byte + count * size].view(torch.int8).view(messages, count, size),
                     )
                     scale, byte = scale + 2 * count, byte + count * size
+
+
+def _as_row(message: Tensor) -> Tensor:
+    """Return a message as a row, whose stride allows views in other dtypes."""
+    return message.as_strided((1, len(message)), (0, 1))
 
 
 @dataclass(frozen=True)
@@ -124,8 +163,9 @@ class Int8Blocks(_IntegerBlocks):
     """Codec that encodes gradients between nodes as int8 values with one bf16 scale per block of 128 elements.
 
     Pass it as ``Codecs(hop2=Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
-    instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the receiver of a part adds the decoded
-    parts in fp32 in rank order. Its own part is exact.
+    instead of 4 in fp32. Each rank sends its parts with one all-to-all. The receiver of a part adds the exact sum of
+    the decoded parts to its own exact part, and rounds once. The number of kernels does not depend on the number of
+    replicas.
 
     The error of an element is at most 1/250 of the largest absolute element in its block, or 2^-121 if that is larger.
     A block with a non-finite element is decoded as NaN, so that a skipped step is skipped on all ranks.

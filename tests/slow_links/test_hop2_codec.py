@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,13 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero import Codecs, Offload
-from layerzero.comm.codecs import ParamRows
+from layerzero.comm.codecs import EncodedPartsSpec, ParamRows
+from layerzero.comm.collectives import Collective, Communicator, encoded_reduce_scatter
+from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_state
+from layerzero.layout.flat_layout import plan_layouts
+from layerzero.layout.shard_grid import ShardGrid
 from tests.slow_links.test_codecs import AsTheyAre
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import (
@@ -122,6 +131,102 @@ def test_special_values() -> None:
         got = _coded(values)
         assert got[128:256].isnan().all(), "the step is skipped everywhere"
         assert (got[:128] - 1).abs().max() < 1 / 250 > (got[256:] - 1).abs().max()
+
+
+# --- many replicas ---
+
+
+def _messages(codec: Any, parts: Tensor, residuals: Tensor | None = None) -> Tensor:
+    """Return the encoded parts. Each row begins at a multiple of 16 bytes."""
+    blocks = [ParamRows(0, 1, parts.size(1))]
+    nbytes = codec.nbytes(blocks, parts.dtype)
+    encoded = torch.zeros(len(parts), -(-nbytes // 16) * 16, dtype=torch.uint8)
+    codec.encode_parts(parts, blocks, encoded[:, :nbytes], residuals)
+    return encoded
+
+
+def _add(codec: Any, encoded: Tensor, own: Tensor) -> Tensor:
+    blocks, total = [ParamRows(0, 1, own.numel())], own.clone()
+    codec.add_decoded(encoded[:, : codec.nbytes(blocks, own.dtype)], blocks, total)
+    return total
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4])
+@pytest.mark.parametrize("numel", [1, 255, 1000])
+def test_parts_are_encoded_together_as_each_of_them(codec: Any, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(numel)
+    parts, residuals, blocks = torch.randn(5, numel), torch.randn(5, numel).bfloat16(), [ParamRows(0, 1, numel)]
+    encoded, together = _messages(codec, parts), residuals.clone()
+    with_errors = _messages(codec, parts, together)
+    monkeypatch.setattr(type(codec), "_AT_ONCE", 640)  # one block of each part
+    assert torch.equal(_messages(codec, parts), encoded)
+    for index, part in enumerate(parts):
+        message, of_message = torch.zeros(codec.nbytes(blocks, part.dtype), dtype=torch.uint8), residuals[index]
+        codec.encode(part, blocks, message)
+        assert torch.equal(message, encoded[index, : len(message)])
+        codec.encode_with_feedback(part, blocks, message, of_message)
+        assert torch.equal(message, with_errors[index, : len(message)])
+        assert torch.equal(of_message, together[index])
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4])
+@pytest.mark.parametrize("replicas", [2, 3, 40])
+def test_the_sum_of_decoded_parts_is_exact_in_any_order(codec: Any, replicas: int) -> None:
+    """A sum in fp32, or of products that are not rounded, would depend on the order: the magnitudes differ."""
+    torch.manual_seed(replicas)
+    own, parts = torch.randn(1001), torch.randn(replicas - 1, 1001)
+    scales = torch.logspace(-4, 1, replicas - 1)[:, None]
+    encoded, nothing = _messages(codec, parts * scales), torch.zeros(1001)
+    decoded = [_add(codec, message[None], nothing).tolist() for message in encoded]
+    exact = torch.tensor([math.fsum(column) for column in zip(*decoded, strict=True)], dtype=torch.float64)
+    assert torch.equal(_add(codec, encoded, own), (own + exact).float()), "rounded once"
+    encoded, wide = _messages(codec, parts * scales**6), own.double()
+    in_order = _add(codec, encoded, wide)
+    for order in (torch.randperm(replicas - 1), torch.arange(replicas - 1).flip(0)):
+        assert torch.equal(_add(codec, encoded[order], wide), in_order)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operators that a device would launch as kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_kernel = func.namespace == "aten" and not func.is_view and "empty" not in func._schema.name
+        self.count += is_kernel and func._schema.name != "aten::detach"
+        return func(*args, **(kwargs or {}))
+
+
+def _kernels(codec: Any, replicas: int) -> tuple[int, int]:
+    """Return the numbers of kernels that encode the parts of a unit, and that decode and add them, on a middle rank."""
+    rank = replicas // 2
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=replicas)
+    try:
+        assert dist.group.WORLD is not None
+        comm = Communicator.over("replica", "replica", dist.group.WORLD, TrafficCounters(), "cpu")
+        (layout,) = plan_layouts([("weight", (replicas * 8, 128))], num_shards=replicas, align=4)
+        grid = ShardGrid.of_rank(rank, data_parallel=replicas, zero3_size=1)
+        encoded = EncodedPartsSpec.of(codec, layout, grid, torch.float32)
+        flat, target, residual = torch.ones(layout.numel), torch.zeros(1024), torch.zeros(layout.numel - 1024)
+        with _Kernels() as encoding:
+            pending = encoded_reduce_scatter(
+                comm, Collective.HOP2, flat, BufferPool(torch.device("cpu")), encoded, residual=residual.bfloat16()
+            )
+        pending.wait()
+        with _Kernels() as adding:
+            pending.add_to(target, overwrite=True, scale=0.5)
+        return encoding.count, adding.count
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("codec", "most"), [(INT8, 9), (INT4, 12)])
+def test_the_number_of_kernels_does_not_grow_with_the_number_of_replicas(codec: Any, most: int) -> None:
+    (_, of_two), (encoding, adding), (encoding_of_many, adding_of_many) = (_kernels(codec, n) for n in (2, 8, 128))
+    assert of_two <= adding == adding_of_many == most
+    assert encoding == encoding_of_many <= 50, "parts before and after the rank's own part"
 
 
 # --- reductions ---
