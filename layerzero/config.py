@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ _UnitEntry = ModuleEntry | Iterable[ModuleEntry]
 Units = _UnitEntry | Callable[[str, nn.Module], bool | str] | Callable[..., bool] | Iterable[_UnitEntry] | None
 Accumulation = str | Callable[[str, nn.Module], str]
 Policy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy]
-Reshards = bool | int | Callable[[str, nn.Module], bool | int]
+UnitReshards = bool | int | Literal["step"]
+Reshards = UnitReshards | Callable[[str, nn.Module], UnitReshards]
 
 _POLICY = "mp_policy=layerzero.PrecisionPolicy({}=...)"
 _OFFLOAD = "offload=layerzero.Offload({}=...)"
@@ -287,7 +288,8 @@ class UnitSettings:
     policy: PrecisionPolicy
     accumulation: str  # one of `ACCUMULATIONS`
     # True, False, or an int k with 1 < k < zero3_size: the backward gathers from the post-forward shards on k ranks
-    reshards: bool | int
+    reshard_after_forward: bool | int
+    reshard_after_backward: bool = True  # False: gathered weights stay until the optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +398,10 @@ class LayerZeroConfig:
         self._check_accumulation_dtype(policy)
         accumulation, label = self._chosen("accumulation", name, module)
         _check_accumulation(accumulation, label)
-        return UnitSettings(policy, accumulation, self._reshards(name, module, zero3_size))
+        reshards = self._reshards(name, module, zero3_size)
+        if isinstance(reshards, str):
+            return UnitSettings(policy, accumulation, reshard_after_forward=False, reshard_after_backward=False)
+        return UnitSettings(policy, accumulation, reshards)
 
     def _chosen(self, setting: str, name: str, module: nn.Module) -> tuple[Any, str]:
         """Return the value of a setting for a unit, and a label for error messages about it."""
@@ -416,10 +421,12 @@ class LayerZeroConfig:
     def _policy_of(self, name: str, module: nn.Module) -> PrecisionPolicy:
         return _as_policy(*self._chosen("mp_policy", name, module))
 
-    def _reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
-        chosen: bool | int
+    def _reshards(self, name: str, module: nn.Module, zero3_size: int) -> UnitReshards:
+        chosen: UnitReshards
         chosen, label = self._chosen("reshard_after_forward", name, module)
         _check_reshards(chosen, label)
+        if isinstance(chosen, str):
+            return chosen
         if isinstance(chosen, bool) or zero3_size == 1:  # without gathers, any int is accepted
             return bool(chosen)
         if zero3_size % chosen:
@@ -459,7 +466,8 @@ class LayerZeroConfig:
         if callable(self.mp_policy):
             compared["mp_policy"] = str(chosen.policy)
         if callable(self.reshard_after_forward):
-            compared["reshard_after_forward"] = chosen.reshards
+            reshards = chosen.reshard_after_forward if chosen.reshard_after_backward else "step"
+            compared["reshard_after_forward"] = reshards
         return compared
 
 
@@ -515,10 +523,12 @@ def _check_bools(settings: object, names: Iterable[str]) -> None:
 
 
 def _check_reshards(value: object, label: str) -> None:
+    if value == "step":
+        return
     if not isinstance(value, int):
         raise TypeError(
-            f"{label} must be a bool, the number of ranks that a unit is sharded over until its backward, or a "
-            f"callable(name, module) that returns one of these for each unit, got {value!r}"
+            f"{label} must be a bool, the number of ranks that a unit is sharded over until its backward, 'step', or "
+            f"a callable(name, module) that returns one of these for each unit, got {value!r}"
         )
     if value < 1 and not isinstance(value, bool):
         raise ValueError(f"{label} is {value}, which is not positive. Use a divisor of zero3_size, True or False")

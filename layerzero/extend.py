@@ -69,7 +69,7 @@ from layerzero.comm.transport.base import (
 )
 from layerzero.comm.waits import NamedWait, may_wait, raise_verdict, waiting
 from layerzero.comm.watchdog import new_scope
-from layerzero.config import ACCUMULATIONS, Accumulation, Policy, Units, codec_text, refuse_old_names
+from layerzero.config import ACCUMULATIONS, Accumulation, Policy, Reshards, Units, codec_text, refuse_old_names
 from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
 from layerzero.device.profiling import profiler_range
@@ -159,6 +159,7 @@ __all__ = [
     "PendingWait",
     "Policy",
     "RefreshInput",
+    "Reshards",
     "RowShardSpec",
     "RowShardedTensor",
     "SendBuffer",

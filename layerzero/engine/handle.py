@@ -257,6 +257,14 @@ class Handle:
                 + ". Change the sharded parameter between steps instead"
             )
 
+    @property
+    def may_stay_gathered(self) -> bool:
+        """True if the compute weights are gathered, and no gathered parameter was changed in place.
+
+        After a gather that has failed, the state is not GATHERED.
+        """
+        return self.state is GatherState.GATHERED and not self.in_full_precision and not self.weights.edited
+
     def _set_state(self, state: GatherState) -> None:
         assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
         self.state = state

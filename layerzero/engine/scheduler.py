@@ -6,10 +6,13 @@ units are gathered ahead.
 
 [Note: Release of full buffers]
 A forward pass frees the full buffer when it returns, with three exceptions: the forward pass runs inside a backward
-pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next call is
-expected to be a call to the same unit. On a device, the root and the unit that is expected to be called last stay
-gathered, because the backward pass begins with them. On several meshes, ranks that call different experts expect
-different last calls, so only the root stays gathered.
+pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass or until the optimizer
+step, or the next call is expected to be a call to the same unit. On a device, the root and the unit that is expected to
+be called last stay gathered, because the backward pass begins with them. On several meshes, ranks that call different
+experts expect different last calls, so only the root stays gathered.
+
+A unit that stays gathered until the step is freed early only if its gather has failed or its weights were edited. A
+pass that fails, or that runs on one rank only, therefore does not change which gathered units the ranks have.
 
 A backward pass frees the full buffer when all nodes of a call have run. Autograd runs later nodes first. Therefore a
 call has ended when the backward pass reaches an output of a call that returned before it began, or when the gradients
@@ -240,7 +243,7 @@ class Scheduler(Closable):
         if forward is not None and forward.next_units(1, unit.mesh_info) == [unit]:
             forward.still_gathered[unit.mesh_info] = unit
         else:
-            unit.reshard()
+            unit.end_use()
 
     def _prepare_output(self, call: UnitCall, output: Any, *, stays: bool) -> tuple[Any, bool]:
         """Return the output as the caller receives it, and whether it requires a gradient.
@@ -305,7 +308,7 @@ class Scheduler(Closable):
     def _free_still_gathered(self, forward: ForwardPass, mesh: MeshInfo, *, unless: Unit | None = None) -> None:
         unit = forward.still_gathered.pop(mesh, None)
         if unit is not None and unit is not unless and self._is_idle(unit):
-            unit.reshard()
+            unit.end_use()
 
     def _end_forward(self, unit: Unit, *, awaits_backward: bool) -> None:
         """End the forward pass if `unit`, whose call has returned, is its outermost unit."""
@@ -319,7 +322,7 @@ class Scheduler(Closable):
         # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
         for each in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(each) and each not in self._ahead:
-                each.release() if torch.is_grad_enabled() and not awaits_backward else each.reshard()
+                each.end_backward(None) if torch.is_grad_enabled() and not awaits_backward else each.end_use()
 
     def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
@@ -382,7 +385,7 @@ class Scheduler(Closable):
                 if self._is_idle(unit):
                     unit.show_sharded()
                     if not in_backward() and not (use.awaits_backward and unit in self.staying):
-                        unit.reshard()
+                        unit.end_use()
 
     def require_no_active_pass(self, what: str) -> None:
         """Raise RuntimeError if a pass is in progress. `what` names the refused call."""
@@ -696,7 +699,8 @@ class Scheduler(Closable):
         """
         self.recover_interrupted_pass()
         for unit in self._units:
-            unit.release(())
+            unit.show_sharded()
+            unit.reshard()
         with torch.inference_mode(False), torch.no_grad():  # so that the new tensors have version counters
             for unit in self._units:
                 unit.set_full_precision(enabled)
@@ -707,7 +711,7 @@ class Scheduler(Closable):
         self._ahead.clear()
         for unit in self._units:
             if not self.is_held(unit):
-                unit.release()
+                unit.end_backward(None)
 
     def complete_gradients(self, *, without_backward: bool = False) -> None:
         """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated.

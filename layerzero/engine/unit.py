@@ -54,7 +54,8 @@ class Unit:
         mesh: MeshResources,
         *,
         policy: MixedPrecisionPolicy,
-        reshards: bool | int,
+        reshard_after_forward: bool | int,
+        reshard_after_backward: bool,
         cast_buffers: Sequence[CastBuffer] = (),
         enclosing: Sequence[Unit] = (),
     ) -> None:
@@ -67,12 +68,12 @@ class Unit:
         self.enclosing = tuple(enclosing)
         self.is_common = not enclosing
         self.is_called_alike = self.is_common or self.mesh_info.replicas == 1
-        self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
+        self.reshard_after_forward = reshard_after_forward  # an int: number of ranks that keep post-forward shards
         # True if set_reshard_after_forward was called. On a device, the root and the unit that is
         # called last follow the setting only in this case.
         self.reshard_is_explicit = False
+        self.reshard_after_backward = reshard_after_backward
         self.needs_gather = any(handle.weights.needs_gather for handle in handles)
-        self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard
         self.param_dtype = policy.param_dtype
         self._policy_casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
@@ -103,6 +104,11 @@ class Unit:
         return any(handle.state is not GatherState.SHARDED for handle in self.handles)
 
     @property
+    def stays_until_step(self) -> bool:
+        """True if the unit stays gathered until the optimizer step."""
+        return not (self.reshard_after_forward or self.reshard_after_backward)
+
+    @property
     def has_post_forward_shard(self) -> bool:
         """True if the next gather uses post-forward shards."""
         return any(handle.weights.buffer.has_post_forward_shard for handle in self.handles)
@@ -129,6 +135,15 @@ class Unit:
     def reshard(self) -> None:
         for handle in self.handles:
             handle.reshard()
+
+    def end_use(self) -> None:
+        """Reshard the unit after a forward pass or another use, unless it stays gathered until the optimizer step."""
+        if not (self.stays_until_step and self._may_stay_gathered):
+            self.reshard()
+
+    @property
+    def _may_stay_gathered(self) -> bool:
+        return all(handle.may_stay_gathered for handle in self.handles)
 
     def copy_aliases(self, output: Any) -> Any:
         """Return `output` with copies of gathered parameters and their views, because resharding frees their memory.
@@ -198,24 +213,17 @@ class Unit:
         dtype = (self._unsharded_casts if unsharded else self._casts).output
         return output if dtype is None else cast_floating(output, dtype)
 
-    def release(self, passed: Collection[object] | None = None) -> None:
+    def end_backward(self, passed: Collection[object] | None) -> None:
         """Install the sharded parameters in the modules and free the full buffer and the post-forward shard.
 
-        See :meth:`drop_post_forward` for `passed`.
+        Keep the full buffer if `reshard_after_backward` is False. See :meth:`drop_post_forward` for `passed`.
         """
         self.show_sharded()
-        self.reshard()
+        if self.reshard_after_backward or not self._may_stay_gathered:
+            self.reshard()
         self.drop_post_forward(passed)
 
-    def end_backward(self, passed: Collection[object]) -> None:
-        """Release the unit after a backward pass. Keep the full buffer if `reshard_after_backward` is False."""
-        if self.reshard_after_backward:
-            self.release(passed)
-        else:
-            self.show_sharded()
-            self.drop_post_forward(passed)
-
-    def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
+    def drop_post_forward(self, passed: Collection[object] | None) -> None:
         """Free the post-forward shard if the forward pass that kept it is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.weights.buffer.drop_post_forward()

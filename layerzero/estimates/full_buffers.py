@@ -41,6 +41,8 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
         stays = gathered[-1] if step and last_stays else None
         returned = _forward(gathered, prefetch if step else 0, stays)
         _backward(returned, prefetch)
+        for unit in gathered:  # the optimizer step
+            unit.free()
     return FullBufferEstimate(pool.cached_bytes, pool.most_bytes)
 
 
@@ -89,7 +91,8 @@ class _GatheredUnit:
         self.free()
 
     def free_after_backward(self) -> None:
-        self.free()
+        if self.spec.reshard_after_backward:
+            self.free()
         for *_, kept in self._handles:
             kept.free()
 

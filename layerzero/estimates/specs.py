@@ -64,6 +64,7 @@ class UnitSpec:
     reshard_after_forward: (
         bool | int
     )  # True: the unit is freed after its forward. An int: its backward gathers it among that many ranks
+    reshard_after_backward: bool  # False: the unit stays gathered until the optimizer step
     over: Hashable = None  # identifies the mesh over which the unit is sharded
 
     @property
@@ -93,9 +94,8 @@ class UnitSpec:
     def gathered_footprint(self) -> UnitFootprint:
         nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.traits))
         nbytes += sum(map(self.encoded_bytes_of, self.handles))
-        return UnitFootprint(
-            nbytes, self.reshard_after_forward, self.over, sum(map(self.post_forward_bytes_of, self.handles))
-        )
+        reshards = self.reshard_after_forward and self.reshard_after_backward
+        return UnitFootprint(nbytes, reshards, self.over, sum(map(self.post_forward_bytes_of, self.handles)))
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
@@ -126,6 +126,7 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
             ),
             RankTraits.of(unit.mesh_info, unit.transport_traits, offload_params=in_host),
             unit.reshard_after_forward,
+            unit.reshard_after_backward,
             unit.mesh_info,
         )
         for unit in units

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero import PrecisionPolicy, ShardedOptimizer, no_sync, shard_optimizer
-from layerzero.extend import get_state, set_gradient_divide_factor
+from layerzero.extend import Reshards, get_state, set_gradient_divide_factor
 from layerzero.integrations.common import is_sharded, merge_settings, model_of, shard
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
@@ -213,9 +213,7 @@ def _unit_selector(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[s
     return unit_of
 
 
-def _reshard_setting(
-    when: str | int, parallel_dims: ParallelDims
-) -> bool | int | Callable[[str, nn.Module], bool | int]:
+def _reshard_setting(when: str | int, parallel_dims: ParallelDims) -> Reshards:
     """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
     ``"default"`` reshards all units except the head, which the backward needs first. If the value is a number of ranks,
@@ -224,13 +222,14 @@ def _reshard_setting(
     """
     if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
-    if isinstance(when, str) and when not in ("always", "never"):
+    settings: dict[str | int, Reshards] = {"always": True, "never": False, "step": "step"}
+    if isinstance(when, str) and when not in settings:
         raise ValueError(
-            f"fsdp_reshard_after_forward is {when!r}, which is not supported. Use 'default', 'always', 'never' or a "
-            "number of ranks"
+            f"fsdp_reshard_after_forward is {when!r}, which is not supported. Use 'default', 'always', 'never', 'step' "
+            "or a number of ranks"
         )
     if isinstance(when, str):
-        return when == "always"
+        return settings[when]
     if parallel_dims.ep_enabled and parallel_dims.get_mesh(["efsdp"]).size() % when:
         return lambda name, module: True if _EXPERTS.fullmatch(name) else when
     return when

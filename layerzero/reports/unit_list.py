@@ -66,7 +66,7 @@ class UnitInfo:
     gathered_bytes: int
     zero3_size: int
     data_parallel: int
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool | int | str
 
     @property
     def numel(self) -> int:
@@ -131,7 +131,7 @@ def units(model: nn.Module) -> UnitList:
             gathered_bytes=sum(handle.layout.numel * handle.precision.compute.itemsize for handle in unit.handles),
             zero3_size=unit.mesh_info.zero3_size,
             data_parallel=unit.mesh_info.data_parallel,
-            reshard_after_forward=unit.reshard_after_forward,
+            reshard_after_forward="step" if unit.stays_until_step else unit.reshard_after_forward,
         )
         for unit in lz_state.units
     )

@@ -256,7 +256,8 @@ def build_unit(
         tuple(handles),
         site.resources,
         policy=policy,
-        reshards=planned.settings.reshards,
+        reshard_after_forward=planned.settings.reshard_after_forward,
+        reshard_after_backward=planned.settings.reshard_after_backward,
         cast_buffers=cast_buffers,
         enclosing=[each.unit for each in enclosing],
     )
@@ -265,7 +266,7 @@ def build_unit(
 
 
 def _gather_options(planned: PlannedUnit, config: LayerZeroConfig, site: UnitMesh) -> GatherOptions:
-    mesh_info, reshards = site.mesh_info, planned.settings.reshards
+    mesh_info, reshards = site.mesh_info, planned.settings.reshard_after_forward
     root_stays_gathered = not planned.definition.name and device_module(mesh_info.device) is not None
     # The communicator is created with every transport. ZeRO-3 groups may use different transports, but all ranks must
     # create the same process groups.

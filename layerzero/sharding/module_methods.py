@@ -59,7 +59,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
     The backward may run inside or after the context. If the backward runs inside the context, the weights are gathered
     once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the
-    unit gathered. Under ``torch.no_grad()``, the weights are freed at the end of the context.
+    unit gathered. Under ``torch.no_grad()``, the weights are freed at the end of the context, unless they stay gathered
+    until the optimizer step.
 
     Like a forward, the context is a collective of the ranks over which the weights are sharded. These ranks must enter
     the same contexts in the same order. Otherwise they raise an error, as for forward passes. The context gathers the
@@ -207,9 +208,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather the weights of a unit ahead of its next forward pass, but not the weights of the units inside it.
 
     The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward pass
-    ends, or until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and
-    inside :func:`gathered`. Like a forward pass, this function is a collective of the ranks over which the weights
-    are sharded.
+    ends, or until :func:`reshard` or ``optimizer.step()`` is called. ``module.weight`` is the gathered weight only
+    inside forward passes and inside :func:`gathered`. Like a forward pass, this function is a collective of the ranks
+    over which the weights are sharded.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
@@ -245,8 +246,8 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
     If `recurse` is True, also change the setting of the units inside the unit.
 
     :func:`layerzero.shard_model` describes the setting. On a device, True also frees the root and the unit that is
-    called last, which otherwise stay gathered. A forward without gradients always frees its weights. All ranks must
-    make the same call.
+    called last, which otherwise stay gathered. A forward without gradients frees its weights, unless
+    :func:`set_reshard_after_backward` keeps them. All ranks must make the same call.
 
     Raises:
         ValueError: `reshard_after_forward` is not a bool.
@@ -254,7 +255,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(
             f"set_reshard_after_forward expects a bool, got {reshard_after_forward!r}. Only shard_model creates the "
-            "process groups for a number of ranks. Pass the number to shard_model(reshard_after_forward=...)"
+            "process groups for a number of ranks. Pass a number, or 'step', to shard_model(reshard_after_forward=...)"
         )
     lz_state, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -267,9 +268,9 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
     If `recurse` is True, the setting also applies to the units inside the unit.
 
-    Passing False needs more memory but avoids the gathers of the next micro-batch. ``optimizer.step()`` still frees
-    the weights of the units that it updates, and a forward without gradients still frees the weights of its units. All
-    ranks must make the same call.
+    Passing False needs more memory but avoids the gathers of the next micro-batch. If the unit's forward does not free
+    the weights either, they stay gathered until ``optimizer.step()``, as with ``reshard_after_forward="step"``, whose
+    value for the unit the call replaces. All ranks must make the same call.
     """
     lz_state, units = _units_of(module, recurse=recurse)
     for unit in units:

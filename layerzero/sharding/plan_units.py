@@ -68,5 +68,6 @@ def plan_unit_specs(
         handles = plan_handles(
             unit, chosen, config, where, averaged=ranks, has_model_parallel_spec=lambda parameter: False
         )
-        specs.append(UnitSpec(unit.name, tuple(handles), where, chosen.reshards))
+        reshards = chosen.reshard_after_forward, chosen.reshard_after_backward
+        specs.append(UnitSpec(unit.name, tuple(handles), where, *reshards))
     return specs

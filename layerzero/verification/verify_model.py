@@ -209,7 +209,7 @@ def _require_supported(name: str, value: Any) -> None:
 def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise ValueError(f"world_size must be an int >= 1, got {world!r}")
-    kept = 1 if isinstance(reshards, bool) or callable(reshards) else reshards
+    kept = 1 if isinstance(reshards, (bool, str)) or callable(reshards) else reshards
     possible = [size for size in range(1, world + 1) if world % size == 0 and (size == 1 or size % kept == 0)]
     if possible == [1] and kept > 1:
         raise ValueError(

@@ -37,7 +37,7 @@ mp_policy:
   accumulation_dtype: bf16
 accumulation: full
 offload: {grads: true, optimizer: true, params: true, pin_memory: false}
-reshard_after_forward: false
+reshard_after_forward: step
 codecs: {gather: float8_rows, hop2: int8_blocks, refresh: lossless}
 prefetch: 2
 shared_memory: "off"
@@ -84,7 +84,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         ),
         accumulation="full",
         offload=Offload(grads=True, optimizer=True, params=True, pin_memory=False),
-        reshard_after_forward=False,
+        reshard_after_forward="step",
         codecs=Codecs(gather=Float8Rows(), hop2=Int8Blocks(), refresh="lossless"),
         prefetch=2,
         shared_memory="off",

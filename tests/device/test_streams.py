@@ -549,15 +549,18 @@ def test_gathers_and_not_the_computation_wait_for_refreshes(rank: int) -> None:
 
 @on_ranks()
 def test_encoded_gathers_and_regathers_change_no_bit(rank: int) -> None:
-    """Gathers of encoded weights, and of weights that two of four ranks keep after the forward pass."""
+    """Gathers of encoded weights, of weights that two of four ranks keep after the forward, and once per step."""
     register()
     mesh, bf16 = mesh_on(NAME, 4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for settings in ({"codecs": Codecs(gather=layerzero.Float8Rows())}, {"reshard_after_forward": 2}):
+    kept = ({"reshard_after_forward": each} for each in (2, "step"))
+    for settings in ({"codecs": Codecs(gather=layerzero.Float8Rows())}, *kept):
         log, expected = _steps(_shard(mesh_of(4), mp_policy=bf16, **settings), rank)
-        assert any(launch.startswith("regather") for launch in log) == ("reshard_after_forward" in settings)
+        assert any(launch.startswith("regather") for launch in log) == (settings.get("reshard_after_forward") == 2)
         with Device().installed() as device:
-            _, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, device)
+            log, found = _steps(_shard(mesh, mp_policy=bf16, **settings), rank, device)
         assert not different(found, expected), settings
+        assert (log.count("gather units.0") == 3) == (settings.get("reshard_after_forward") == "step"), log
+    assert log.count("gather the root") == 3
 
 
 @on_ranks()

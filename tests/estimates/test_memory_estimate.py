@@ -275,7 +275,7 @@ def test_units_with_several_inputs_are_predicted_too(rank: int) -> None:
 @BOTH_SHARED_EXHAUSTIVE
 @on_ranks()
 def test_models_of_odd_sizes_are_predicted_too(rank: int, shared_memory: str | None) -> None:
-    plain: Any = ({}, {"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False})
+    plain: Any = ({}, {"prefetch": 0}, {"prefetch": 3}, *({"reshard_after_forward": each} for each in (False, "step")))
     kept = ({"size": 4, "reshard_after_forward": 2, **ahead} for ahead in ({}, {"prefetch": 0}))
     for settings in (*plain, *kept):
         for case, (make, all_settings) in ODD.items():

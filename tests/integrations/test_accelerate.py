@@ -80,7 +80,8 @@ def test_losses_norms_and_weights_are_those_of_ddp(rank: int) -> None:
         reference = accelerator(ours=False)
         theirs = reference.prepare(*objects())
         expected = train(reference, theirs)
-        for plugin in (PLUGIN, {**PLUGIN, "zero3_size": 1}, {**PLUGIN, "zero3_size": 4}):
+        keeps = {**PLUGIN, "settings": {"reshard_after_forward": "step"}}
+        for plugin in (PLUGIN, {**PLUGIN, "zero3_size": 1}, {**PLUGIN, "zero3_size": 4}, keeps):
             acc = accelerator(LayerZeroPlugin(**plugin))
             prepared = acc.prepare(*objects())
             losses, norms = train(acc, prepared)
@@ -88,6 +89,7 @@ def test_losses_norms_and_weights_are_those_of_ddp(rank: int) -> None:
             assert_like(norms, expected[1])
             traffic = layerzero.traffic(prepared[0])
             handles = 4  # three units and the root
+            assert (traffic.calls.get("gather") == handles * 4) == (plugin is keeps)  # of 4 steps with 2 backwards each
             assert traffic.calls.get("hop2", 0) == (0 if plugin["zero3_size"] == 4 else handles * 4)  # of 8 backwards
             assert acc.unwrap_model(prepared[0]) is prepared[0]
             state = acc.get_state_dict(prepared[0])

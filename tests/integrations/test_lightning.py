@@ -71,14 +71,16 @@ def fit(strategy: Any, folder: Path, module: Module | None = None, ckpt: str | N
 @on_launched_ranks(run_id="1", timeout=300)
 def test_losses_norms_and_weights_are_those_of_ddp(rank: int, tmp_path: Path) -> None:
     theirs = fit("ddp", tmp_path)
-    for zero3_size in (1, 2, 4):
-        ours = fit(LayerZeroStrategy(zero3_size, UNITS), tmp_path)
+    for zero3_size, settings in ((1, None), (2, None), (4, None), (2, {"reshard_after_forward": "step"})):
+        ours = fit(LayerZeroStrategy(zero3_size, UNITS, settings=settings), tmp_path)
         module = ours.lightning_module
         assert_like(module.losses, theirs.lightning_module.losses)
         assert_like(module.norms, theirs.lightning_module.norms)
         assert_like([float(ours.callback_metrics["checked"])], [float(theirs.callback_metrics["checked"])])
         calls, handles = layerzero.traffic(module).calls, len(get_state(module).handles)
         assert calls.get("hop2", 0) == (0 if zero3_size == 4 else handles * 4)  # of 8 backwards
+        if settings is not None:  # a validation, four steps, and a validation
+            assert calls["gather"] == handles * 5
         for name, value in full_parameters(module).items():
             torch.testing.assert_close(value, theirs.lightning_module.get_parameter(name).detach())
     for settings in ({"gradient_clip_val": 2.0}, {"precision": "bf16-mixed"}):

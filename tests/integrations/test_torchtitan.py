@@ -132,6 +132,8 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
         mine.optimizer = with_layerzero(mine).optimizer
     if how == "kept":
         mine.parallelism.fsdp_reshard_after_forward = 2
+    if how == "kept until the step":
+        mine.parallelism.fsdp_reshard_after_forward = "step"
     if how == "experts, kept":  # on four ranks, two of which share experts
         mine.parallelism.fsdp_reshard_after_forward = 4
     ours = train(mine)
@@ -146,6 +148,8 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
     hop2 = layerzero.traffic(part).calls.get("hop2", 0)
     if how == "by hand":
         assert hop2 > 5 * 3
+    elif how == "kept until the step":
+        assert layerzero.traffic(part).calls["gather"] == 3 * len(layerzero.units(part))
     elif how == "kept":
         assert layerzero.traffic(part).calls["regather"] > 0
     elif not how.endswith("parallel") and how not in (
@@ -159,12 +163,15 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
 # Runs of one mesh share one call of ranks: torch learns how to redistribute its DTensors once, which takes longer
 # than a run.
 WAYS = {
-    "dense": ["chunked loss", "by hand", "full", "whole loss", "checkpointed", "tied", "bf16"],
+    "dense": ["chunked loss", "by hand", "full", "kept until the step", "whole loss", "checkpointed", "tied", "bf16"],
     "one node, or many": ["kept", "replicated"],
     "tensor parallel": ["tensor parallel"],
     "experts": ["experts", "experts, parallel", "experts, kept", "experts, replicas"],
 }
-_SETTINGS_OF = {"by hand": "chunked loss", "full": "chunked loss", "experts, kept": "experts, parallel"}
+_SETTINGS_OF = {
+    **dict.fromkeys(("by hand", "full", "kept until the step"), "chunked loss"),
+    "experts, kept": "experts, parallel",
+}
 
 
 @pytest.mark.slow

@@ -103,9 +103,12 @@ def test_gradient_checkpointing_of_both_kinds(rank: int, tmp_path: Path) -> None
         settings = {} if reentrant is None else {"gradient_checkpointing": True}
         if reentrant is not None:
             settings["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+            settings["layerzero"] = {**SETTINGS, "reshard_after_forward": "step"}
         trained = trainer(tmp_path, **settings)
         trained.train()
         losses.append(logged(trained))
+        if reentrant is not None:  # once in each of four steps
+            assert layerzero.traffic(trained.model).calls["gather"] == 4 * len(get_state(trained.model).handles)
     assert_like(losses[1], losses[0])
     assert_like(losses[2], losses[0])
 
