@@ -15,6 +15,7 @@ from layerzero.extend import (
     Accumulation,
     Extent,
     HandleSpec,
+    Reshards,
     UnitDefinition,
     UnitSpec,
     device_bytes,
@@ -43,6 +44,7 @@ class Row:
         zero3_size: number of ranks over which weights are sharded.
         accumulation: value of layerzero's setting; empty for other schemes.
         offload: what layerzero keeps in host memory: ``"grads"``, ``"optimizer"``, ``"params"``.
+        reshards: value of layerzero's setting `reshard_after_forward`; None for other schemes.
         memory: bytes by kind, as :func:`layerzero.memory` predicts them. The dict also contains ``optimizer`` (AdamW)
             and, if known, the estimated ``activations``.
         peak: largest number of bytes on the device during a step, over all kinds.
@@ -53,6 +55,7 @@ class Row:
     zero3_size: int
     accumulation: Accumulation
     offload: tuple[str, ...]
+    reshards: Reshards | None
     memory: dict[str, int]
     peak: int
     cost: StepCost
@@ -88,8 +91,9 @@ class Row:
         """Short text with the scheme and the settings."""
         if self.scheme != LAYERZERO:
             return f"{self.scheme} S={self.zero3_size}" if self.scheme in ("HSDP", "HFSDP") else self.scheme
-        offload = f", offload {'+'.join(self.offload)}" if self.offload else ""
-        return f"layerzero, zero3_size={self.zero3_size}, accumulation={self.accumulation!r}{offload}"
+        more = f", offload {'+'.join(self.offload)}" if self.offload else ""
+        more += ", reshard_after_forward='step'" if self.reshards == "step" else ""
+        return f"layerzero, zero3_size={self.zero3_size}, accumulation={self.accumulation!r}{more}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class Estimator:
     def parameters(self) -> list[nn.Parameter]:
         return [info.parameter for unit in self.units for info in unit.parameters]
 
-    def settings(self, zero3_size: int, accumulation: Accumulation, offload: Sequence[str]) -> LayerZeroConfig:
+    def settings(
+        self, zero3_size: int, accumulation: Accumulation, offload: Sequence[str], reshards: Reshards
+    ) -> LayerZeroConfig:
         """Return `config` with the settings of a row."""
         config, policy = self.config, self.config.mp_policy
         if accumulation == "local" and isinstance(policy, PrecisionPolicy):
@@ -124,12 +130,20 @@ class Estimator:
             accumulation=accumulation,
             mp_policy=policy,
             offload=replace(config.offload, **dict.fromkeys(offload, True)),
+            reshard_after_forward=reshards,
             shared_memory="off" if self.cluster.device == "cpu" else config.shared_memory,
         )
 
-    def layerzero(self, zero3_size: int, accumulation: Accumulation, offload: Sequence[str] = ()) -> Row:
-        """Return the row of layerzero with one combination of settings."""
-        config, ranks = self.settings(zero3_size, accumulation, offload), self.cluster.ranks
+    def layerzero(
+        self,
+        zero3_size: int,
+        accumulation: Accumulation,
+        offload: Sequence[str] = (),
+        reshards: Reshards | None = None,
+    ) -> Row:
+        """Return the row of layerzero with one combination of settings. None: `reshards` is that of `config`."""
+        reshards = self.config.reshard_after_forward if reshards is None else reshards
+        config, ranks = self.settings(zero3_size, accumulation, offload, reshards), self.cluster.ranks
         units = plan_unit_specs(self.units, config, ranks, on_device=self.cluster.device != "cpu")
         estimate = estimate_memory(units, config)
         state = {"host_optimizer" if config.offload.optimizer else "optimizer": optimizer_bytes(units, _STATE)}
@@ -141,7 +155,7 @@ class Estimator:
                 passes.add_handle(handle, unit, config, stays=unit.stays_gathered or unit is last)
         peak = estimate.peak + state.get("optimizer", 0) + sum(self._activations.values())
         memory, cost = estimate.kinds | state | self._activations, self._cost(passes, zero3_size)
-        return Row(LAYERZERO, zero3_size, accumulation, offloads, memory, peak, cost)
+        return Row(LAYERZERO, zero3_size, accumulation, offloads, reshards, memory, peak, cost)
 
     def other_scheme(self, name: str, zero3_size: int) -> Row:
         """Return the row of another scheme, from formulas that ignore padding.
@@ -183,7 +197,7 @@ class Estimator:
         passes.replica["last backward"] = share * all_reduce * reduced * trained
         kinds = {kind: round(nbytes) for kind, nbytes in memory.items()}
         kinds |= self._activations
-        return Row(name, shards, "", (), kinds, sum(kinds.values()), self._cost(passes, shards))
+        return Row(name, shards, "", (), None, kinds, sum(kinds.values()), self._cost(passes, shards))
 
     def _element_sizes(self) -> tuple[int, int]:
         """Return the size in bytes of an element of compute weights, and of gradients in messages."""
@@ -222,7 +236,7 @@ class _Passes:
         sent = {
             kind: float(sum(n)) for kind, n in predicted_traffic([replace(unit, handles=(handle,))], config).items()
         }
-        self.zero3["each forward"] += sent.get("gather", 0.0)
+        self.zero3["each forward" if unit.reshard_after_backward else "first forward"] += sent.get("gather", 0.0)
         self.zero3["each backward"] += 0.0 if stays else sent.get("regather", sent.get("gather", 0.0))
         if handle.trainable:
             spec = handle.reduction_spec

@@ -19,12 +19,15 @@ from layerzero.planning.step_cost import ASSUMPTIONS, MARGIN, paying_links
 _SHOWN = 12  # number of rows of layerzero in the text
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _ONE_UNIT = "The whole model is one unit, so a gather collects all weights at once. `units` or --unit divides it."
-_COLUMNS = ("scheme", "S", "accumulation", "offload", "peak", "room", "host", "zero3", "replica", "between", "step")
+_COLUMNS = (
+    *("scheme", "S", "accumulation", "offload", "reshard", "peak"),
+    *("room", "host", "zero3", "replica", "between", "step"),
+)
 _LEGEND = (
-    "S: zero3_size, the number of ranks over which weights are sharded; peak, room: bytes on an accelerator during a "
-    "step, and bytes that remain free; host: bytes in host memory; zero3, replica, between: bytes that a rank sends "
-    "per step inside its ZeRO-3 group, to other groups, and to other nodes; HFSDP: hybrid mode of Megatron-FSDP; "
-    "ZeRO-1: Megatron's distributed optimizer."
+    "S: zero3_size, the number of ranks over which weights are sharded; reshard: reshard_after_forward, if it is "
+    "'step'; peak, room: bytes on an accelerator during a step, and bytes that remain free; host: bytes in host "
+    "memory; zero3, replica, between: bytes that a rank sends per step inside its ZeRO-3 group, to other groups, and "
+    "to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer."
 )
 
 
@@ -65,7 +68,9 @@ class Plan:
     def config(self) -> LayerZeroConfig | None:
         """Recommended settings; None if no settings fit."""
         best = self.best
-        return None if best is None else self.estimator.settings(best.zero3_size, best.accumulation, best.offload)
+        if best is None or best.reshards is None:
+            return None
+        return self.estimator.settings(best.zero3_size, best.accumulation, best.offload, best.reshards)
 
     @cached_property
     def compared(self) -> tuple[Row, ...]:
@@ -83,8 +88,16 @@ class Plan:
     @property
     def why(self) -> str:
         """Text of the recommendation. If no settings fit, the text describes the closest settings."""
-        if self.best is not None:
-            return f"Recommended: {self.best.label}, peak {size_text(self.best.peak)}."
+        best = self.best
+        if best is not None:
+            alike = best.zero3_size, best.accumulation, best.offload
+            also = "".join(
+                f" reshard_after_forward='step' fits as well: peak {size_text(row.peak)}, and a rank "
+                f"sends {size_text(row.cost.zero3)} instead of {size_text(best.cost.zero3)} inside its ZeRO-3 group."
+                for row in self.rows
+                if row.reshards == "step" and (row.zero3_size, row.accumulation, row.offload) == alike
+            )
+            return f"Recommended: {best.label}, peak {size_text(best.peak)}." + also * (best.reshards != "step")
         closest = self.rows[0]
         lacking = [f"{size_text(closest.excess)} more per accelerator"] if closest.excess else []
         lacking += [f"{size_text(closest.host_excess)} more host memory per node"] if closest.host_excess else []
@@ -119,6 +132,7 @@ class Plan:
             "zero3_size": row.zero3_size,
             "accumulation": row.accumulation or None,
             "offload": list(row.offload),
+            "reshard_after_forward": None if callable(row.reshards) else row.reshards,
             "fits": row.fits,
             "peak_bytes": row.peak,
             "room_bytes": self.cluster.room - row.peak,
@@ -163,7 +177,7 @@ class Plan:
             *self._link_lines(),
             *textwrap.wrap(ASSUMPTIONS, 110),
             "",
-            self.why,
+            *textwrap.wrap(self.why, 110),
         ]
         return "\n".join(lines)
 
@@ -194,7 +208,8 @@ def _cells(row: Row) -> Sequence[str]:
     lacking = [f"-{size_text(row.excess)}"] if row.excess else []
     lacking += [f"host -{size_text(row.host_excess)}"] if row.host_excess else []
     return (
-        *(row.scheme, str(row.zero3_size), str(row.accumulation), "+".join(row.offload), size_text(row.peak)),
+        *(row.scheme, str(row.zero3_size), str(row.accumulation), "+".join(row.offload)),
+        *("step" if row.reshards == "step" else "", size_text(row.peak)),
         ", ".join(lacking) or size_text(cost.cluster.room - row.peak),
         *map(size_text, (row.host, cost.zero3, cost.replica, cost.between)),
         seconds_text(cost.seconds()),

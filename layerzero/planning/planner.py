@@ -44,7 +44,8 @@ def plan(
     ``docs/planning.md`` for the assumptions. No process group is needed, and no memory is allocated for the model.
 
     Each value of `zero3_size` is tried with each value of `accumulation`, and with offloading if the model does not fit
-    otherwise.
+    otherwise. Where the gathered weights fit, ``reshard_after_forward="step"`` is tried as well, unless `config`
+    changes that setting.
 
     Args:
         model: module, preferably on the meta device; function without arguments that builds a module and is called
@@ -125,6 +126,9 @@ def _rows(estimator: Estimator, zero3_size: int) -> Iterator[Row]:
         tried = [estimator.layerzero(zero3_size, mode)]
         if not tried[0].fits:
             tried += [estimator.layerzero(zero3_size, mode, offload) for offload in _OFFLOADS]
+        elif zero3_size > 1 and estimator.config.reshard_after_forward is True:
+            stays = estimator.layerzero(zero3_size, mode, reshards="step")
+            tried += [stays] if stays.fits else []
         if not any(row.fits for row in tried):
             tried += [estimator.layerzero(zero3_size, mode, (*offload, "params")) for offload in ((), *_OFFLOADS)]
         yield from tried
