@@ -62,7 +62,7 @@ def _ours(
     *,
     hop2: str | None = None,
     refresh_codec: str | None = None,
-    keep: bool = False,
+    reshard_after_forward: object = True,
     accumulate_in_bf16: bool = False,
 ) -> Entry:
     settings = {
@@ -71,7 +71,7 @@ def _ours(
         "shared_memory": shared_memory,
         "hop2": hop2,
         "refresh_codec": refresh_codec,
-        "keep": keep,
+        "reshard_after_forward": reshard_after_forward,
         "accumulate_in_bf16": accumulate_in_bf16,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
@@ -115,14 +115,18 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-full-exchanges-keep": _ours(
-        'layerzero hybrid, "full", shared memory off, weights kept', NODE, "full", "off", keep=True
-    ),
-    "layerzero-full-exchanges-keep-bf16": _ours(
-        'layerzero hybrid, "full" in bf16, shared memory off, weights kept',
+        'layerzero hybrid, "full", shared memory off, weights kept until the step',
         NODE,
         "full",
         "off",
-        keep=True,
+        reshard_after_forward="step",
+    ),
+    "layerzero-full-exchanges-keep-bf16": _ours(
+        'layerzero hybrid, "full" in bf16, shared memory off, weights kept until the step',
+        NODE,
+        "full",
+        "off",
+        reshard_after_forward="step",
         accumulate_in_bf16=True,
     ),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class LayerZero(_Ours):
         shared_memory: str,
         hop2: str | None,
         refresh_codec: str | None,
-        keep: bool,
+        reshard_after_forward: bool | Literal["step"],
         accumulate_in_bf16: bool,
     ) -> None:
         super().__init__(task)
@@ -70,15 +70,9 @@ class LayerZero(_Ours):
                 refresh=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
             ),
             shared_memory=shared_memory,
-            reshard_after_forward=not keep,
+            reshard_after_forward=reshard_after_forward,
         )
-        self._keep = keep
         self.optimizer = layerzero.shard_optimizer(task.optimizer(self.model.parameters()), self.model)
-
-    def backward(self, batch: Any, *, last: bool) -> Tensor:
-        if self._keep:  # gather once per step
-            self.model.set_reshard_after_backward(last)
-        return super().backward(batch, last=last)
 
 
 class Sites(_Ours):
