@@ -53,7 +53,7 @@ _SCHEMES = {ENTRIES[name].label: (name,) for name in _OURS_IN_SHORT} | _PEERS
 def file_of(results: Results) -> str:
     """Return the text of the file with all tables of one setup."""
     title = f"Results: {results.where.replace('-', ' ')}"
-    return f"# {title}\n\ndocs/benchmarks.md explains the columns and the method.\n\n{render(results)}"
+    return f"# {title}\n\nREADME.md explains the columns.\n\n{render(results)}"
 
 
 def readme_with(page: str, results: Sequence[Results]) -> str:
