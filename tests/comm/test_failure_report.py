@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.comm.agreement import require_equal
+from layerzero.comm.failure_report import RankStatus, _describe_statuses
 from tests.support.crashing import survivors
 from tests.support.graphs import batch, message_of, one_pass, train_step, trained
 from tests.support.ranks import run_ranks
@@ -52,6 +53,16 @@ def test_a_peer_that_died_is_reported_as_dead(compares: bool, tmp_path: Path) ->
     collective = "comparison of orders" if compares else "gather of 'units"
     assert "rank 1 has died or has exited" in message and collective in message, message
     assert "different orders" not in message and "onnection" in message.partition("[")[2], message
+
+
+def test_after_a_lost_connection_a_rank_that_reports_nothing_from_the_same_collective_is_dead() -> None:
+    own, other = RankStatus("gather of 'a'", failed="lost a connection"), RankStatus("gather of 'b'")
+    alike = RankStatus("gather of 'a'")
+    sentences, elsewhere = _describe_statuses(own, [1, 2, 3], {1: alike, 2: other, 3: own}, 3.0)
+    assert sentences[0].startswith("rank 1 has died or has exited: its connection was closed"), sentences
+    assert sentences[1:] == ["rank 2 also waited without success in gather of 'b'"] and not elsewhere
+    sentences, elsewhere = _describe_statuses(own, [2, 3], {2: other, 3: own}, 3.0)
+    assert sentences == ["rank 2 was in another operation: gather of 'b'"] and elsewhere == {2: other}
 
 
 def _die_with_the_store(rank: int) -> str:
