@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,8 @@ def test_a_closed_model_has_released_everything_and_says_so(shared_memory: str |
 
 
 @on_ranks(world_size=2, shared_memory="off")
-def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch(rank: int) -> None:
+def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch_and_no_thread(rank: int) -> None:
+    others = threading.enumerate()
     model, optimizer = sharded(rank)
     state = get_state(model)
     pools = [weakref.ref(state.pools.scratch), weakref.ref(state.pools.full)]
@@ -279,8 +281,12 @@ def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch(rank: int) -> Non
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    state.gradients._streams.zero3.run(partial(time.sleep, 0.5))  # a reduction that is in flight
     del state
+    threads = set(threading.enumerate()).difference(others)
     layerzero.close(model)
+    alive = {thread.name for thread in threads if thread.is_alive()}
+    assert threads and "layerzero zero3" not in alive, "close waits for the thread"
     del model, optimizer
     gc.collect()
     assert [pool() for pool in pools] == [None, None] and loss.grad_fn is not None
