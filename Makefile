@@ -117,10 +117,10 @@ $(VENV)-megatron/ready: requirements.txt constraints.txt requirements-megatron-0
 	$(VENV)-megatron/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
-# The packages of the tests, with another torch
+# The packages of the tests, with another torch, which chooses its setuptools
 $(VENV)-torch-%/ready: requirements.txt constraints.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)-torch-$*
-	sed -n 's/^torch==.*/torch==$*/; s/ *#.*//; /==/p' requirements.txt > $(VENV)-torch-$*/requirements.txt
+	sed -n '/^setuptools/d; s/^torch==.*/torch==$*/; s/ *#.*//; /==/p' requirements.txt > $(VENV)-torch-$*/requirements.txt
 	$(VENV)-torch-$*/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VENV)-torch-$*/requirements.txt
 	$(VENV)-torch-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
