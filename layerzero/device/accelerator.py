@@ -105,6 +105,7 @@ class HostDeviceCopies:
         self._copy_streams: Any = (
             {to_host: self.module.Stream(device) for to_host in (False, True)} if self.pins else None
         )
+        self._last_to_host: StreamEvent = None  # event of the last copy to the host, until the host has waited for it
 
     def device_buffer(self, nbytes: int) -> Tensor:
         """Return a 1-D uint8 tensor [nbytes] on the device. Its memory is not reused while a copy may access it."""
@@ -144,12 +145,19 @@ class HostDeviceCopies:
                 side.wait_event(mark)
         with self.module.stream(side):
             target.copy_(source, non_blocking=True)
-        return side.record_event()
+        event = side.record_event()
+        if to_host:
+            self._last_to_host = event
+        return event
 
     def finish(self, mark: StreamEvent) -> None:
-        """Block the host until the copy with the event `mark` is complete. The host may then use both tensors."""
-        if mark is not None:
-            mark.synchronize()
+        """Block the host until the copy to the host with the event `mark` is complete. It may then use both tensors.
+
+        The host waits for all copies to the host that were started so far, so that it waits once for several copies.
+        """
+        if mark is not None and self._last_to_host is not None:
+            self._last_to_host.synchronize()
+            self._last_to_host = None
 
     def wait(self, mark: StreamEvent) -> None:
         """Make the current stream wait for the copy with the event `mark`. The host does not wait."""

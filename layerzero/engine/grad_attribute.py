@@ -47,11 +47,12 @@ class GradAttribute:
             agreed: True if the ranks have agreed on the used parameters.
         """
         gradients = self.gradients
-        gradients.final.storage.wait_for_host()
         guesses = not agreed and gradients.may_have_peer_contributions
         trained = {slot for slot, member in enumerate(self.members) if guesses and member.gathered.requires_grad}
         gradients.record_unused(unknown=trained)
         forbidden = _UNREDUCED if gradients.has_unreduced or not agreed else None
+        if forbidden is None:  # otherwise, the host reads them only after a later call
+            gradients.final.storage.wait_for_host()
         for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
             self._trackers[slot].access_error = forbidden
             shown = member.sharded.grad

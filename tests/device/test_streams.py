@@ -226,6 +226,22 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
         assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"
 
 
+@pytest.mark.parametrize(("accumulation", "zero3_size"), [("local", 8), ("sharded", 8), ("sharded", 128)])
+def test_an_optimizer_on_the_host_waits_for_gradients_once_per_step(
+    accumulation: Any, zero3_size: int, one_of_128: None
+) -> None:
+    units = [f"units.{i}" for i in range(UNITS)]
+    with Device().installed():
+        model = layerzero.shard_model(
+            SideBySide(UNITS),
+            zero3_size=zero3_size,
+            units=units,
+            accumulation=accumulation,
+            offload=Offload(optimizer=True),
+        )
+        assert _waits_of_steps(model, uses_all=True).for_events == 3, "not for each unit or micro-batch"
+
+
 def _events_of_reductions(rank: int) -> list[tuple[int, int]]:
     """Return the numbers of recorded events and of waits per reduction of the last of three steps."""
     counts = [0, 0]
