@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from layerzero.engine.passes import UnitCall
 from layerzero.engine.unit import Unit, split_at_units
 from layerzero.utils.pytree import iter_tensors, map_tensors
-from layerzero.utils.torch_compat import autograd_sequence_number
+from layerzero.utils.torch_compat import REGISTRY_KEY, autograd_sequence_number
 
 # Every forward pass searches attributes of these classes. To search others would take longer than a small unit.
-_RESULTS, _NOT_RESULTS = {Tensor, list, tuple, dict}, {"_parameters", "_modules"}
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_RESULTS = {Tensor, list, tuple, dict}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
+_NOT_RESULTS = _OF_EVERY_MODULE - {"_buffers"}  # parameters, modules and hooks
 _MOST_RESULTS = 256  # number of items of an attribute that every forward pass searches
 
 
@@ -96,7 +97,7 @@ def _stores_nothing(module: nn.Module) -> bool:
     declared = (vars(each).get(name, ()) for each in kind.__mro__ for name in ("__constants__", "__annotations__"))
     if not vars(module).keys() <= _OF_EVERY_MODULE.union(*declared):  # the user may set another attribute again
         return False
-    names = vars(module).keys() - _NOT_RESULTS - {"_buffers"}
+    names = vars(module).keys() - _OF_EVERY_MODULE
     found = [value for name in names if (value := vars(module)[name]).__class__ in _RESULTS]
     return all(isinstance(value, tuple) and not any(isinstance(each, Tensor) for each in value) for value in found)
 
