@@ -184,7 +184,8 @@ class HeldGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group. Raises RuntimeError if the group has been closed or released, or does not exist yet."""
-        self.require_open()
+        if self._closed or self.failure:
+            self.require_open()
         if self._group is None:
             raise RuntimeError(
                 f"the process group of the ranks {list(self.ranks)} does not exist yet, because the root of its model "

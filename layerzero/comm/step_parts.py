@@ -40,13 +40,9 @@ class StepParts:
         self._observers = observers  # of the model; see `begun` and `ended` of StepObserver
         self._open: list[_OpenSpan] = []  # see [Note: Nesting of spans]
 
-    @property
-    def are_heard(self) -> bool:
-        return is_profiling() or self._observers.hear_parts
-
     def begin(self, phase: str, name: str, key: object) -> None:
         """Begin a span nested in the open spans, unless the span of `key` is already open."""
-        if not self.are_heard or any(span.key is key for span in self._open):
+        if not (self._observers.hear_parts or is_profiling()) or any(span.key is key for span in self._open):
             return
         profiled = profiler_range(phase, name)
         profiled.__enter__()

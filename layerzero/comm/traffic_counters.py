@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from layerzero.comm.step_parts import StepParts
 
 
-class Collective(enum.Enum):
+class Collective(enum.StrEnum):
     """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""
 
     GATHER = "gather"  # ZeRO-3 shards -> full buffer; with shared memory, no bytes are counted
@@ -125,9 +125,10 @@ class TrafficCounters:
         self.parts = StepParts(self.observers)
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
+        kind = str(collective)
         with self._lock:
-            self.calls[collective.value] += 1
-            self.bytes[collective.value, axis] += sent
+            self.calls[kind] += 1
+            self.bytes[kind, axis] += sent
         if collective in GATHERS:
             self.gathered.append(gather_name(collective, name))
 
