@@ -72,7 +72,8 @@ class Stream:
 
     def wait_event(self, awaited: Waitable) -> None:
         """Make operations that are enqueued later wait for `awaited`."""
-        self.run(awaited.wait)
+        if awaited is not _COMPLETED:
+            self.run(awaited.wait)
 
     def record_event(self, *name: str) -> Waitable:
         """Return an event that completes after all operations enqueued so far.
@@ -263,8 +264,7 @@ class ThreadStream(Stream):
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
-        if awaited is not _COMPLETED:
-            self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
+        super().wait_event(awaited.passed if isinstance(awaited, _ThreadEvent) else awaited)
 
     def record_event(self, *name: str) -> Waitable:
         if self.thread.ident is None:  # no operation has been enqueued so far

@@ -76,12 +76,8 @@ def require_no_transform(label: str) -> None:
         )
     if tracing_state() is not None:
         _raise_capture_error("torch.jit.trace", label)
-    if torch.compiler.is_exporting() or _is_proxied():
+    if torch.compiler.is_exporting() or dispatch_mode(PROXY_MODE) is not None:
         _raise_capture_error("torch.export or make_fx", label)
-
-
-def _is_proxied() -> bool:
-    return dispatch_mode(PROXY_MODE) is not None
 
 
 def _raise_capture_error(operation: str, label: str) -> None:

@@ -28,9 +28,12 @@ class FullPrecision:
     """Full buffer of one handle in master dtype, and the parameters that are views of it.
 
     Attributes:
+        needs_gather: True, as in :class:`WeightStorage`.
         parameters: for each managed parameter, the parameter that the module uses. This parameter has the shape and
             strides of `ManagedParam.gathered`.
     """
+
+    needs_gather = True
 
     def __init__(self, weights: WeightStorage, members: Sequence[ManagedParam]) -> None:
         self._weights = weights

@@ -151,7 +151,7 @@ class GatheredParams:
     @property
     def version(self) -> int:
         """Sum of the version counters, which increases with every in-place write to a gathered parameter."""
-        return sum(tensor._version for tensor in self._counters)
+        return sum([tensor._version for tensor in self._counters])
 
     def bump_version(self) -> None:
         """Bump the version counters, so that autograd rejects graphs that have saved a gathered parameter."""

@@ -33,19 +33,12 @@ from layerzero.layout.flat_layout import FlatLayout, RowBounds, Slot
 from layerzero.layout.shard_grid import Extent
 
 
-class GatherState(enum.Enum):
+class GatherState(enum.IntEnum):
     """State of a handle's weights, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-
-
-_NEXT = {
-    GatherState.SHARDED: GatherState.GATHERING,
-    GatherState.GATHERING: GatherState.GATHERED,
-    GatherState.GATHERED: GatherState.SHARDED,
-}
+    SHARDED = 0
+    GATHERING = 1
+    GATHERED = 2
 
 
 class Handle:
@@ -266,7 +259,7 @@ class Handle:
         return self.state is GatherState.GATHERED and not self.in_full_precision and not self.weights.edited
 
     def _set_state(self, state: GatherState) -> None:
-        assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
+        assert state == (self.state + 1) % 3, f"{self.label}: {self.state.name} -> {state.name}"
         self.state = state
 
     def set_full_precision(self, enabled: bool) -> None:
@@ -415,8 +408,10 @@ class Handle:
     def await_remaining_gradients(self) -> None:
         """Record that a backward pass is past all calls of the unit, and expect only what autograd still computes."""
         assert self.gradients is not None
+        arrived = self.gradients.arrived
+        absent = () if len(arrived) == len(self.members) else enumerate(self.members)
         self.gradients.await_only(
             slot
-            for slot, member in enumerate(self.members)
-            if slot not in self.gradients.arrived and member.gathered.requires_grad and member.will_receive_grad()
+            for slot, member in absent
+            if slot not in arrived and member.gathered.requires_grad and member.will_receive_grad()
         )

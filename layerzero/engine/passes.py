@@ -51,17 +51,16 @@ class UnitCall:
 
         An autograd graph still contains the call. Its backward pass runs before the backward pass of this call.
         """
-        later = (self._returned_calls[index]() for index in range(self._position + 1, len(self._returned_calls)))
-        return next((call for call in later if call is not None and call.unit.is_common), None)
+        returned = self._returned_calls
+        for position in range(self._position + 1, len(returned)):
+            call = returned[position]()
+            if call is not None and call.unit.is_common:
+                return call
+        return None
 
     def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
         return self.forward_pass is not None and self.forward_pass is use.forward_pass and self._position < use.position
-
-    def is_after(self, call: UnitCall) -> bool:
-        """Return whether this call began after `call` had returned, in the same forward pass."""
-        same_pass = self.forward_pass is not None and self.forward_pass is call.forward_pass
-        return same_pass and self._position > call._position and self not in call.callers
 
     def ended_handles(self) -> Iterator[Handle]:
         """Yield the handles whose units receive no more gradients once the backward pass of this call begins.
@@ -99,9 +98,14 @@ class UnitCall:
 
         If `count` is None, return all of them.
         """
-        earlier = (self._returned_calls[index]() for index in range(self._position - 1, -1, -1))
-        on_mesh = (call for call in earlier if call is not None and call.unit.mesh_info is self.unit.mesh_info)
-        return list(islice(on_mesh, count))
+        returned, position = self._returned_calls, self._position
+        calls: list[UnitCall] = []
+        while position and (count is None or len(calls) < count):
+            position -= 1
+            call = returned[position]()
+            if call is not None and call.unit.mesh_info is self.unit.mesh_info:
+                calls.append(call)
+        return calls
 
 
 class ForwardPass:
@@ -151,7 +155,7 @@ class ForwardPass:
 
     def is_still_needed(self, unit: Unit, *, calls: int, uses: int) -> bool:
         """Return whether `unit` is in one of the first `calls` returned calls, or in a use up to position `uses`."""
-        if any(position <= uses and unit in units for position, units in self.uses):
+        if self.uses and any(position <= uses and unit in units for position, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
             return False
@@ -248,7 +252,9 @@ class BackwardPass:
 
     def involves(self, unit: Unit) -> bool:
         """Return whether the backward pass of any call to the unit, or of any use of its weights, is running."""
-        return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
+        if unit in [call.unit for call in self.active_calls]:
+            return True
+        return bool(self.uses) and any(unit in use.units for use in self.uses)
 
     def require_unit_reached(self, handle: Handle, slot: int) -> None:
         """Raise an error if the pass has not reached the unit of a parameter that receives a gradient.
@@ -275,4 +281,7 @@ class BackwardPass:
 
         Autograd runs later nodes first, so all nodes of these calls have run when the backward pass reaches `call`.
         """
-        return [each for each in self.active_calls if each.is_after(call)]
+        if (forward := call.forward_pass) is None:
+            return []
+        later = [each for each in self.active_calls if each.forward_pass is forward and each._position > call._position]
+        return [each for each in later if each not in call.callers]

@@ -40,6 +40,7 @@ class Unit:
     parameters. Activation checkpoints that a backward pass recomputes therefore use gathered parameters.
 
     Attributes:
+        label: name of the unit in traces and messages.
         enclosing: common units that contain the unit, innermost first. Empty if the unit is common itself. See
             [Note: Reductions on several meshes] in reduction_queue.py.
         is_common: True if all ranks call the unit at the same points of the program.
@@ -60,6 +61,7 @@ class Unit:
         enclosing: Sequence[Unit] = (),
     ) -> None:
         self.name = name
+        self.label = name or "the root"
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
         self.handles = handles
         self.mesh_info = mesh.mesh_info
@@ -74,6 +76,7 @@ class Unit:
         self.reshard_is_explicit = False
         self.reshard_after_backward = reshard_after_backward
         self.needs_gather = any(handle.weights.needs_gather for handle in handles)
+        self._keeps_shards = any(handle.weights.buffer.post_forward_bytes for handle in handles)
         self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard
         self.param_dtype = policy.param_dtype
         self._policy_casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
@@ -95,11 +98,6 @@ class Unit:
             yield from handle.members
 
     @property
-    def label(self) -> str:
-        """Name of the unit in traces and messages."""
-        return self.name or "the root"
-
-    @property
     def gathered(self) -> bool:
         return any(handle.state is not GatherState.SHARDED for handle in self.handles)
 
@@ -111,7 +109,7 @@ class Unit:
     @property
     def has_post_forward_shard(self) -> bool:
         """True if the next gather uses post-forward shards."""
-        return any(handle.weights.buffer.has_post_forward_shard for handle in self.handles)
+        return self._keeps_shards and any(handle.weights.buffer.has_post_forward_shard for handle in self.handles)
 
     @property
     def gathered_footprint(self) -> UnitFootprint:
@@ -225,7 +223,7 @@ class Unit:
 
     def drop_post_forward(self, passed: Collection[object] | None) -> None:
         """Free the post-forward shard if the forward pass that kept it is in `passed`, or if `passed` is None."""
-        for handle in self.handles if passed is None or self._kept_for() in passed else ():
+        for handle in self.handles if self._keeps_shards and (passed is None or self._kept_for() in passed) else ():
             handle.weights.buffer.drop_post_forward()
 
     def show_gathered(self) -> None:

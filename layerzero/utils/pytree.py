@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
-        if all(before is after for before, after in zip(value, items, strict=True)):
+        if all(map(operator.is_, value, items)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # namedtuples have _fields
     if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):

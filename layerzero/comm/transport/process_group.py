@@ -97,6 +97,7 @@ class GatheredFullBuffer(FullBuffer):
         self._host_shard = host
         self.gather_waits_for_refresh = self._comm.uses_streams and host is None and not self._sizes
         self._input = shard if host is None else own_shard  # input of gathers
+        self._storage = full.untyped_storage()
         self._pool = pool
         for tensor in (self._encoded, self._post_forward):
             pool.free(tensor.untyped_storage())
@@ -107,10 +108,10 @@ class GatheredFullBuffer(FullBuffer):
 
     @property
     def has_post_forward_shard(self) -> bool:
-        return self._post_forward.untyped_storage().nbytes() > 0
+        return self._post_forward_comm is not None and self._post_forward.untyped_storage().nbytes() > 0
 
     def gather(self, *, name: str, after: PendingCollective | None = None) -> PendingCollective | PendingWait:
-        self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
+        self._pool.allocate(self._storage, self.full_bytes)
         if self._post_forward_comm is not None and self.has_post_forward_shard:
             return all_gather(self._post_forward_comm, Collective.REGATHER, self.full, self._post_forward, name=name)
         if self._host_shard is None:
@@ -151,7 +152,7 @@ class GatheredFullBuffer(FullBuffer):
         self._pool.free(self._encoded.untyped_storage())
 
     def free(self) -> None:
-        self._pool.free(self.full.untyped_storage())
+        self._pool.free(self._storage)
 
     @torch.no_grad()
     def keep_post_forward(self) -> None:
