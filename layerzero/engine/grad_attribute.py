@@ -10,6 +10,7 @@ gradients] in reduction_spec.py for how gradients are averaged.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,6 @@ class GradAttribute:
         self.members = members
         self.gradients = gradients
         self._trackers = [MutationTracker() for _ in members]
-        self._published: dict[int, RowShardedTensor] = {}  # by slot
         # By slot, during a backward pass: True if the parameter had a .grad before the pass, and the error message for
         # reads of this .grad, or None if it could be read.
         self._hidden: list[tuple[bool, str | None]] = []
@@ -47,17 +47,18 @@ class GradAttribute:
             agreed: True if the ranks have agreed on the used parameters.
         """
         gradients = self.gradients
-        guesses = not agreed and gradients.may_have_peer_contributions
-        trained = {slot for slot, member in enumerate(self.members) if guesses and member.gathered.requires_grad}
-        gradients.record_unused(unknown=trained)
+        if min(gradients.usage, default=GradUsage.PUBLISHED) < GradUsage.PUBLISHED:
+            guesses = not agreed and gradients.may_have_peer_contributions
+            trained = {slot for slot, member in enumerate(self.members) if guesses and member.gathered.requires_grad}
+            gradients.record_unused(unknown=trained)
         forbidden = _UNREDUCED if gradients.has_unreduced or not agreed else None
         if forbidden is None:  # otherwise, the host reads them only after a later call
             gradients.final.storage.wait_for_host()
+        self.forbid_access(forbidden)
         for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
-            self._trackers[slot].access_error = forbidden
             shown = member.sharded.grad
             if use and (shown is None or not self._is_ours(slot, shown)):
-                member.sharded.grad = self._gradient_of(slot)
+                member.sharded.grad = self._published[slot]
             elif not use and shown is not None:  # no other rank has contributed either
                 member.sharded.grad = None
         if agreed and not any(gradients.usage):  # only zeros (or errors of a codec) were reduced
@@ -119,7 +120,7 @@ class GradAttribute:
             gradients.replace_rows(slot, rows)
         else:
             gradients.add_rows(slot, rows)
-        member.sharded.grad = self._gradient_of(slot)
+        member.sharded.grad = self._published[slot]
 
     def hide(self) -> None:
         """Remove the ``.grad`` of all parameters until the end of a backward pass, because its memory may be reused.
@@ -159,7 +160,7 @@ class GradAttribute:
         for slot, (had_gradient, forbidden) in enumerate(hidden):
             self._trackers[slot].access_error = forbidden
             if had_gradient:
-                self.members[slot].sharded.grad = self._gradient_of(slot)
+                self.members[slot].sharded.grad = self._published[slot]
 
     def forbid_access(self, reason: str | None) -> None:
         """Make access to the values of each published ``.grad`` raise an error with the message `reason`.
@@ -169,11 +170,11 @@ class GradAttribute:
         for tracker in self._trackers:
             tracker.access_error = reason
 
-    def _gradient_of(self, slot: int) -> RowShardedTensor:
-        if slot not in self._published:
-            member = self.members[slot]
-            self._published[slot] = sharded(self.gradients.final.part(slot), member.spec, self._trackers[slot])
-        return self._published[slot]
+    @cached_property
+    def _published(self) -> list[RowShardedTensor]:
+        """Views of the final gradient to which ``.grad`` is set, by slot."""
+        final, members = self.gradients.final, zip(self.members, self._trackers, strict=True)
+        return [sharded(final.part(slot), member.spec, tracker) for slot, (member, tracker) in enumerate(members)]
 
 
 def _rows_of(gradient: Tensor, spec: RowShardSpec) -> Tensor:
