@@ -122,10 +122,6 @@ class RowShardSpec:
         )
         return is_equal and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
-    def local_grad(self, gradient: Tensor) -> Tensor:
-        """Return this rank's model-parallel part of a gradient, before the reduction over data-parallel ranks."""
-        return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
-
     def gather_full(self, local: Tensor) -> Tensor:
         """Gather the full parameter. Every rank that has a part of the parameter must call this method."""
         part = self.gather(local)

@@ -146,7 +146,7 @@ class GradientReducer:
         with plain_access():
             for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
-                grad_attribute.gradients.pass_reduces = reduces
+                grad_attribute.gradients.begin_pass(reduces=reduces)
         self.queue.prefetch_next()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:

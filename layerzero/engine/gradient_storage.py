@@ -39,8 +39,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,13 @@ from torch import Tensor
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, StreamUses
 from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool
+
+
+class LentBuffer(NamedTuple):
+    """Buffer that a collective sends, and the function to call when it has been sent."""
+
+    tensor: Tensor
+    give_back: Callable[[], object]
 
 
 class GradientStorage(ABC):
@@ -72,10 +80,8 @@ class GradientStorage(ABC):
         """Number of bytes currently allocated on the device for this storage alone."""
         return 0
 
-    def lend_send_buffer(
-        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
-    ) -> Tensor:
-        """Lend the contents, in the dtype `wire`, to a collective. They are discarded when `leases` is closed.
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> LentBuffer:
+        """Lend the contents, in the dtype `wire`, to a collective. They are discarded when the buffer is given back.
 
         Args:
             wire: dtype in which the contents are sent.
@@ -86,10 +92,8 @@ class GradientStorage(ABC):
         if tensor.dtype != wire or copies:
             tensor = pool.acquire(self.numel, wire).copy_(tensor)
             self.close(keep=False)
-            leases.callback(pool.release, tensor)
-        else:
-            leases.callback(self.close, keep=False)
-        return tensor
+            return LentBuffer(tensor, partial(pool.release, tensor))
+        return LentBuffer(tensor, partial(self.close, keep=False))
 
     @abstractmethod
     def open(self, *, keep: bool) -> Tensor:
@@ -141,16 +145,14 @@ class PersistentStorage(GradientStorage):
     def open(self, *, keep: bool) -> Tensor:
         return self._buffer.open()
 
-    def lend_send_buffer(
-        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
-    ) -> Tensor:
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> LentBuffer:
         """Lend the contents to a collective, as in the base class, unless peers read the memory in place.
 
         If they do, the tensor keeps the dtype of the storage, and the peers round to `wire`.
         """
         if self._buffer.read_in_place:
-            return self.open(keep=True)
-        return super().lend_send_buffer(wire, pool, leases, copies=copies)
+            return LentBuffer(self.open(keep=True), lambda: None)
+        return super().lend_send_buffer(wire, pool, copies=copies)
 
 
 class PooledStorage(GradientStorage):
@@ -167,15 +169,12 @@ class PooledStorage(GradientStorage):
             self._tensor = self._pool.acquire(self.numel, self.dtype)
         return self._tensor
 
-    def lend_send_buffer(
-        self, wire: torch.dtype, pool: BufferPool, leases: ExitStack, *, copies: bool = False
-    ) -> Tensor:
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> LentBuffer:
         if self.dtype != wire:
-            return super().lend_send_buffer(wire, pool, leases)
+            return super().lend_send_buffer(wire, pool)
         tensor = self.open(keep=True)
         self._tensor = None  # gradients that arrive during the collective are written to another buffer
-        leases.callback(self._pool.release, tensor)
-        return tensor
+        return LentBuffer(tensor, partial(self._pool.release, tensor))
 
     def close(self, *, keep: bool) -> None:
         if not keep and self._tensor is not None:

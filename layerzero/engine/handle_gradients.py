@@ -14,8 +14,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -76,7 +75,8 @@ class HandleGradients:
             incoming buffer.
         spec: stages of the reduction. A new spec may differ from it only in its scales, and needs no accumulated
             gradients.
-        pass_reduces: True if the current backward pass reduces gradients over all ranks.
+        awaited: slots whose gradients are expected after the last call of the unit, or None before its end.
+        incoming: buffer to which the current backward pass adds the gradients from autograd.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class HandleGradients:
         self._accumulators = mesh.pools.accumulators
         self._to_host = to_host
         self._layout = layout
-        self.pass_reduces = True
         self.buffers: dict[Extent, GradientBuffer] = {}  # excludes a separate accumulator
         self._separate = None if spec.separate_dtype is None else self._separate_accumulator(spec.separate_dtype)
         targets = (stage.target for stage in spec.stages)
@@ -106,9 +105,10 @@ class HandleGradients:
             self.buffers[extent] = GradientBuffer(layout, mesh.mesh_info.grid, extent, self._storage(extent, dtype))
         self.accumulator = self._separate or self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
+        self.begin_pass(reduces=True)
         self.arrived: dict[int, Tensor | None] = {}
         self._arrived_bytes = 0  # bytes in `arrived` for which the accumulator has memory
-        self._awaited: set[int] | None = None  # slots whose gradients are expected after the last call of the unit
+        self.awaited: set[int] | None = None
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
@@ -138,6 +138,7 @@ class HandleGradients:
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
         self.accumulator = self._separate or self.buffers[self.spec.accumulator_extent]
+        self.begin_pass(reduces=True)
 
     def _separate_accumulator(self, dtype: torch.dtype) -> GradientBuffer:
         extent, grid = self.spec.accumulator_extent, self.mesh_info.grid
@@ -211,13 +212,6 @@ class HandleGradients:
     # State
 
     @property
-    def incoming(self) -> GradientBuffer:
-        """Buffer to which the current backward pass adds the gradients from autograd."""
-        if self._separate is not None and not self.pass_reduces and not self.spec.accumulator_is_reduced:
-            return self._separate
-        return self.buffers[self.spec.incoming_extent]
-
-    @property
     def has_unreduced(self) -> bool:
         """True if the accumulator has contributions that have not been reduced into the final gradient."""
         return self.accumulator is not self.final and not self.accumulator.empty
@@ -264,6 +258,18 @@ class HandleGradients:
 
     # One backward pass
 
+    def begin_pass(self, *, reduces: bool) -> None:
+        """Select the buffer of the gradients that arrive from now on.
+
+        Args:
+            reduces: True if the backward pass reduces gradients over all ranks.
+        """
+        self.incoming = self.buffers[self.spec.incoming_extent]
+        if self._separate is not None and not reduces and not self.spec.accumulator_is_reduced:
+            self.incoming = self._separate
+        # Otherwise gradients need memory of the buffer only when their reduction is launched.
+        self._has_memory = self.incoming is self.accumulator and self.accumulator.storage.lasting
+
     def wait_until_writable(self) -> None:
         """Wait until gradients can be added to the incoming buffer, which an in-flight reduction may use."""
         if self.incoming is self.accumulator:
@@ -275,7 +281,7 @@ class HandleGradients:
             self._add_arrived()
         self.arrived[slot] = gradient
         self.usage[slot] = GradUsage.CONTRIBUTED
-        if self.incoming is self.accumulator and self.accumulator.storage.lasting:
+        if self._has_memory:
             self._arrived_bytes += gradient.nbytes
             if self._arrived_bytes > _MOST_WAITING:
                 self._add_arrived()
@@ -288,7 +294,7 @@ class HandleGradients:
 
     def await_only(self, slots: Iterable[int]) -> None:
         """Record that the backward pass is past all calls of the unit, and expects only the gradients at `slots`."""
-        self._awaited = set(slots) if self._awaited is None else self._awaited.intersection(slots)
+        self.awaited = set(slots) if self.awaited is None else self.awaited.intersection(slots)
 
     @property
     def all_arrived(self) -> bool:
@@ -296,13 +302,13 @@ class HandleGradients:
 
         The reduction may then be launched; see [Note: Launch order of reductions] in reduction_queue.py.
         """
-        return self._awaited is not None and self._awaited <= self.arrived.keys()
+        return self.awaited is not None and self.awaited <= self.arrived.keys()
 
     def end_pass(self) -> None:
         """Forget what has arrived. The next gradient that arrives belongs to a new backward pass."""
         self.arrived.clear()
         self._arrived_bytes = 0
-        self._awaited = None
+        self.awaited = None
 
     def _add_arrived(self) -> None:
         """Add the gradients that have arrived to the incoming buffer."""
@@ -416,8 +422,9 @@ class HandleReduction:
         self.gradients = gradients
         self.finished_events: list[Waitable] = []
         self._stages = stages
+        self._last = stages[-1]
         self._pending: PendingReduction | None = None  # the in-flight collective
-        self._leases = ExitStack()  # leases on memory that the collective uses
+        self._give_back: Callable[[], object] | None = None  # releases the memory that the collective sends
         self._streams: ReductionStreams  # set by submit()
 
     def submit(self, streams: ReductionStreams) -> None:
@@ -430,35 +437,29 @@ class HandleReduction:
         the replica axis would depend on timing.
         """
         self._streams = streams
-        if streams.host_is_ahead:
-            self._submit_to_device(streams)
-        else:
-            self._submit_to_threads(streams)
-        self.gradients.reduction = self.finished_events[-1]
-
-    def _submit_to_device(self, streams: ReductionStreams) -> None:
-        """Enqueue each stage on its stream, which runs the collective and then adds the result."""
         ready = streams.record_gradients_event()
-        for number, stage in enumerate(self._stages):
-            stream, is_encoded = self._stream_of(stage), stage.codec is not None
-            launches = streams.zero3 if is_encoded else stream  # encodes while `stream` decodes an earlier message
-            launches.wait_event(ready)
-            launches.run(partial(self._launch, stage, is_first=number == 0))
-            stream.wait_event(self)  # an encoded reduction, and its launch, are on other streams
-            stream.run(partial(self._add_received, stage))
-            ready = stream.record_event(stage.collective.value, self.gradients.label)
-            self.finished_events.append(ready)
-            comm = self._comm_of(stage)
-            if comm.uses_streams and is_encoded:
-                comm.held_group.last_encoded_reduction = ready
-            elif comm.uses_streams:
-                comm.held_group.last_on_stream = ready
+        if streams.off_main_thread:
+            self._submit_to_threads(streams)
+        else:
+            for number, stage in enumerate(self._stages):  # a stream runs the collective and then adds the result
+                stream, is_encoded = self._stream_of(stage), stage.codec is not None
+                launches = streams.zero3 if is_encoded else stream  # encodes while `stream` decodes an earlier message
+                launches.wait_event(ready)
+                launches.run(partial(self._launch, stage, is_first=number == 0))
+                stream.wait_event(self)  # an encoded reduction, and its launch, are on other streams
+                stream.run(partial(self._add_received, stage))
+                ready = stream.record_event(stage.collective, self.gradients.label)
+                self.finished_events.append(ready)
+                if (comm := self._comm_of(stage)).uses_streams and is_encoded:
+                    comm.held_group.last_encoded_reduction = ready
+                elif comm.uses_streams:
+                    comm.held_group.last_on_stream = ready
+        self.gradients.reduction = self.finished_events[-1]
 
     def _submit_to_threads(self, streams: ReductionStreams) -> None:
         """Launch the first collective, and let the threads add its result and process the remaining stages."""
-        streams.record_gradients_event()
         if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
-            streams.zero3.record_event(Collective.HOP1.value).wait()
+            streams.zero3.record_event(Collective.HOP1).wait()
         self._launch(self._stages[0], is_first=True)
         for number, (stage, next_stage) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
             stream = self._stream_of(stage)
@@ -466,7 +467,7 @@ class HandleReduction:
                 stream.wait_event(self.finished_events[-1])  # the previous stage has then launched this one
             stream.wait_event(self)
             stream.run(partial(self._add_received, stage, next_stage))
-            self.finished_events.append(stream.record_event(stage.collective.value, self.gradients.label))
+            self.finished_events.append(stream.record_event(stage.collective, self.gradients.label))
 
     def _stream_of(self, stage: ReductionStage) -> Stream:
         return self._streams.zero3 if stage.collective is Collective.HOP1 else self._streams.replica
@@ -484,7 +485,7 @@ class HandleReduction:
                 self._pending.wait(off_main_thread=self._streams.off_main_thread)
             except BaseException:
                 self._pending = None
-                self._leases.close()
+                self._release_sent()
                 raise
 
     def _add_received(self, stage: ReductionStage, next_stage: ReductionStage | None = None) -> None:
@@ -496,53 +497,73 @@ class HandleReduction:
                 self._launch(next_stage, is_first=False)
 
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
-        gradients = self.gradients
-        if stage.collective is Collective.HOP2 and self._streams.failed:
+        gradients, is_hop1 = self.gradients, stage.collective is Collective.HOP1
+        if not is_hop1 and self._streams.failed:
             return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped hop 2
+        pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
+        sent = self._lend_source(stage, pool, is_first=is_first)
+        try:
+            if is_hop1:
+                self._pending = gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=gradients.label)
+            elif stage.codec is not None:
+                self._pending = self._start_encoded(stage, sent, pool)
+            else:
+                self._pending = reduce_scatter(
+                    self._comm_of(stage),
+                    stage.collective,
+                    sent,
+                    pool,
+                    wire=stage.wire_dtype,
+                    name=gradients.label,
+                    parts=gradients.replica_part_sizes,
+                )
+        except BaseException:
+            self._release_sent()
+            raise
+
+    def _release_sent(self) -> None:
+        """Release the memory that the last collective has sent, unless it was released before."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def _lend_source(self, stage: ReductionStage, pool: BufferPool, *, is_first: bool) -> Tensor:
+        """Return the source of a stage in the dtype of its messages, and prepare the buffers that its result needs."""
+        gradients = self.gradients
         source, separate = gradients.buffers[stage.source], gradients.accumulator_to_add(stage)
         if separate is not None:
             source.add_buffer(separate)
         elif stage.source is Extent.ZERO3:
             gradients.final.set_aside()
         source.seal()
-        is_hop1 = stage.collective is Collective.HOP1
-        pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
         # For a second collective, send a copy. Its wait comes later, and other handles may need the slab before then.
-        sent = source.storage.lend_send_buffer(
-            stage.wire_dtype, pool, self._leases, copies=not is_first and not source.storage.lasting
-        )
+        copies = not is_first and not source.storage.lasting
+        sent, self._give_back = source.storage.lend_send_buffer(stage.wire_dtype, pool, copies=copies)
         for buffer in self._buffers_used_with_result(stage):
             if not buffer.storage.lasting:
                 buffer.storage.prefetch(keep=not buffer.untouched)
-        try:
-            self._pending = self._start(stage, sent, pool)
-        except BaseException:
-            self._leases.close()
-            raise
+        return sent
 
-    def _is_last(self, stage: ReductionStage) -> bool:
-        return stage is self._stages[-1]
-
-    def _buffers_used_with_result(self, stage: ReductionStage) -> Iterator[GradientBuffer]:
-        """Yield the buffers that are used when the collective of a stage has completed."""
-        yield self.gradients.target_buffer(stage, is_last=self._is_last(stage))
-        if not self._is_last(stage):
+    def _buffers_used_with_result(self, stage: ReductionStage) -> list[GradientBuffer]:
+        """Return the buffers that are used when the collective of a stage has completed."""
+        is_last = stage is self._last
+        used = [self.gradients.target_buffer(stage, is_last=is_last)]
+        if not is_last:
             separate = self.gradients.accumulator_to_add(self._stages[self._stages.index(stage) + 1])
             if separate is not None and not separate.empty:
-                yield separate
+                used.append(separate)
+        return used
 
-    def _start(self, stage: ReductionStage, sent: Tensor, pool: BufferPool) -> PendingReduction:
-        gradients, name = self.gradients, self.gradients.label
-        if stage.collective is Collective.HOP1:
-            return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
-        comm, parts = self._comm_of(stage), gradients.replica_part_sizes
-        if (encoded := gradients.encoded_parts_spec) is not None:
-            residual = gradients.take_residual()
-            return encoded_reduce_scatter(comm, stage.collective, sent, pool, encoded, residual=residual, name=name)
-        return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
+    def _start_encoded(self, stage: ReductionStage, sent: Tensor, pool: BufferPool) -> PendingReduction:
+        gradients, comm = self.gradients, self._comm_of(stage)
+        encoded, residual = gradients.encoded_parts_spec, gradients.take_residual()
+        assert encoded is not None
+        return encoded_reduce_scatter(
+            comm, stage.collective, sent, pool, encoded, residual=residual, name=gradients.label
+        )
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction) -> None:
-        gradients, final, is_last = self.gradients, self.gradients.final, self._is_last(stage)
+        gradients, final, is_last = self.gradients, self.gradients.final, stage is self._last
         target = gradients.target_buffer(stage, is_last=is_last)
         try:
             if target is final:
@@ -553,4 +574,4 @@ class HandleReduction:
             if is_last:
                 target.close_until_write()
         finally:
-            self._leases.close()
+            self._release_sent()

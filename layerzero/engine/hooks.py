@@ -268,8 +268,7 @@ class _GradientHook:
     def __call__(self, leaf: Tensor) -> None:
         lz_state, handle = self.weak_state(), self._handle()
         if lz_state is not None and handle is not None:
-            lz_state.require_open()
-            lz_state.scheduler.post_accumulate_grad(handle, self._slot, leaf)
+            lz_state.scheduler.post_accumulate_grad(handle, self._slot, leaf)  # raises if the model was closed
 
     def main_grad(self) -> Tensor | None:
         """Return the ``main_grad`` of the parameter, or None if it currently has none."""

@@ -97,6 +97,10 @@ class ReductionQueue:
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
 
+    def awaits(self, gradients: HandleGradients) -> bool:
+        """Return whether the reduction of a handle has not been started in this pass."""
+        return gradients in self._waiting
+
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start the reductions of the next handles in order, up to the first handle that is not ready.
 
@@ -112,7 +116,7 @@ class ReductionQueue:
             if gradients not in self._inner:
                 ready, inner = ready + inner, []
         for gradients in ready:
-            self._start_next(gradients, across_replicas=across_replicas)
+            self._start(gradients, gradients.spec.stages_of_pass(across_replicas=across_replicas))
         while self._exposed:
             self._exposed.pop().incoming.close_until_write()
 
@@ -126,15 +130,15 @@ class ReductionQueue:
         if self._prefetches:
             self._exposed.add(gradients)
 
-    def start_inner(self, ended: Iterable[HandleGradients | None], *, across_replicas: bool) -> None:
+    def start_inner(self, ended: Iterable[HandleGradients], *, across_replicas: bool) -> None:
         """Start the reductions of those handles in `ended` that are ready, before the handles that precede them.
 
         Only the ranks of the handles' mesh, which has one replica, must be at the same point of the program. See
         [Note: Reductions on several meshes].
         """
         for gradients in ended:
-            if gradients in self._waiting and gradients.all_arrived:
-                self._start_next(gradients, across_replicas=across_replicas)
+            if gradients.all_arrived:
+                self._start(gradients, gradients.spec.stages_of_pass(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start the reductions of the remaining handles, and end the pass.
@@ -142,7 +146,7 @@ class ReductionQueue:
         Wait for all reductions, unless [Note: End of a backward pass inside no_sync] applies.
         """
         for gradients in list(self._waiting):
-            self._start_next(gradients, across_replicas=across_replicas)
+            self._start(gradients, gradients.spec.stages_of_pass(across_replicas=across_replicas))
         if across_replicas or self._waits_after_no_sync:
             self.wait_for_in_flight()
         else:
@@ -163,6 +167,7 @@ class ReductionQueue:
 
     def finish_accumulated(self) -> None:
         """Reduce the gradients that backward passes inside no_sync have accumulated."""
+        self._waiting.clear()  # so that no accumulator is prefetched
         try:
             for gradients in self.order:
                 gradients.wait_for_reduction()
@@ -170,6 +175,7 @@ class ReductionQueue:
         except BaseException:
             self.drain()
             raise
+        self._waiting = dict.fromkeys(self.order)
         self.wait_for_in_flight()
 
     def wait_for_in_flight(self) -> None:
@@ -205,14 +211,9 @@ class ReductionQueue:
         self.streams.record_gradients_event().wait()
         self._waiting = dict.fromkeys(self.order)
 
-    def _start_next(self, gradients: HandleGradients, *, across_replicas: bool) -> None:
-        del self._waiting[gradients]
-        self._exposed.discard(gradients)
-        spec = gradients.spec
-        self._start(gradients, spec.stages if across_replicas else spec.accumulating_stages)
-        self.prefetch_next()
-
     def _start(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
+        self._waiting.pop(gradients, None)
+        self._exposed.discard(gradients)
         self._reducing.append(gradients)
         arrived = list(gradients.arrived.values())  # their memory may be reused only after the streams have joined
         with self.streams.joined_with_gradients():
@@ -224,3 +225,4 @@ class ReductionQueue:
             for events, event, limit in zip(self._events, reduction.finished_events, IN_FLIGHT, strict=False):
                 events.append(event)
                 self.streams.limit_in_flight(events, limit)
+        self.prefetch_next()

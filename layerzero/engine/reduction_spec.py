@@ -169,6 +169,10 @@ class ReductionSpec:
         """Stages that reduce incoming gradients into the accumulator, in a backward pass inside no_sync."""
         return tuple(stage for stage in self.stages if stage.target >= self.accumulator_extent)
 
+    def stages_of_pass(self, *, across_replicas: bool) -> tuple[ReductionStage, ...]:
+        """Return the stages that a backward pass runs, outside no_sync if `across_replicas` is True."""
+        return self.stages if across_replicas else self.accumulating_stages
+
     @property
     def remaining_stages(self) -> tuple[ReductionStage, ...]:
         """Stages that reduce the accumulator into the final gradient."""

@@ -58,6 +58,7 @@ from layerzero.engine.call_context import in_backward, is_called, is_recursive_c
 from layerzero.engine.gathered_params import FLAG, consume_main_grad_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import GatherState, Handle
+from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.model_status import Closable, ModelStatus, ParamView, require_no_grad
 from layerzero.engine.no_sync import NoSyncHint
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
@@ -193,10 +194,9 @@ class Scheduler(Closable):
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
         """Finish the forward pass of a unit. `output` is None if the forward pass raised."""
-        calls = [call for call in self._running if call.unit is unit]
-        if not calls:  # pre_forward raised before it appended the call
+        call = next((each for each in reversed(self._running) if each.unit is unit), None)
+        if call is None:  # pre_forward raised before it appended the call
             return output
-        call = calls[-1]
         self._parts.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
@@ -275,7 +275,7 @@ class Scheduler(Closable):
 
     def _is_idle(self, unit: Unit) -> bool:
         """Return whether no forward pass, backward pass or other use of the unit is active."""
-        busy = self._is_running(unit) or self.is_held(unit)
+        busy = (self._running and self._is_running(unit)) or (self._uses and self.is_held(unit))
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
@@ -466,9 +466,11 @@ class Scheduler(Closable):
         sharded_handles = [handle for handle in unit.handles if handle.state is GatherState.SHARDED]
         if not sharded_handles:
             return
-        if any(handle.in_full_precision for handle in sharded_handles):
+        # For each handle that needs a gather: True if the masters are gathered.
+        gathers = [each.in_full_precision for each in sharded_handles if each.source.needs_gather]
+        if True in gathers:
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
-        if any(handle.weights.needs_gather and not handle.in_full_precision for handle in sharded_handles):
+        if False in gathers:
             self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
         for handle in sharded_handles:
             handle.gather()
@@ -484,22 +486,25 @@ class Scheduler(Closable):
     # Backward
 
     def pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
-        unit = call.unit
+        unit, queue = call.unit, self._gradients.queue
         backward = self._enter_backward(f"unit {unit.name!r}")
         if call in backward.ended_calls:  # an output of the call is one of its inputs, which earlier calls use, too
             return
         self._parts.reach(call, call.callers)
         backward.active_calls[call] = None
-        self._end_uses_after(backward, call)
+        if backward.uses:
+            self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
         if unit.is_common:
-            self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
+            self._end_handles(backward, call.ended_handles(), called=call.next_call is not None)
+            queue.start_ready(across_replicas=backward.reduces)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
             if caller not in backward.gathered_calls:
                 # Only with several meshes may ranks differ in the first call that the pass reaches.
                 if len(self._orders) > 1 and caller.unit.is_common:
-                    self._reduce_ended(backward, caller.ended_handles(), called=caller.next_call is not None)
+                    self._end_handles(backward, caller.ended_handles(), called=caller.next_call is not None)
+                    queue.start_ready(across_replicas=backward.reduces)
                 backward.gathered_calls.add(caller)
                 self._gather(caller.unit)
         backward.gathered_calls.add(call)
@@ -521,38 +526,37 @@ class Scheduler(Closable):
         if call not in self._enter_backward(f"unit {call.unit.name!r}").active_calls:
             self.pre_backward(call, gradient)
 
-    def _reduce_ended(
-        self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool, is_common: bool = True
-    ) -> None:
-        """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
+    def _end_handles(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> list[HandleGradients]:
+        """Record that handles receive no more gradients, except those that autograd still computes.
+
+        Their reductions may then be launched; see [Note: Launch order of reductions]. Return the gradients of the
+        handles, and of the handles that precede them in the queue and start with them.
 
         Args:
             called: True if the forward pass has called the units of `handles`. Only such handles are added to the order
                 of arrival.
-            is_common: True if all ranks reach this point of the program. See [Note: Reductions on several meshes].
         """
-        inner = self._gradients.inner_handles
-        ended = [each for handle in handles for each in (*inner.get(handle, ()), handle)]
-        for handle in ended:
-            gradients = handle.gradients
-            if gradients is not None and handle.trainable:
-                handle.await_remaining_gradients()
-                if gradients.all_arrived and called:
-                    backward.completed_handles[handle] = None
-        queue, across_replicas = self._gradients.queue, backward.reduces
-        if is_common:
-            queue.start_ready(across_replicas=across_replicas)
-        else:
-            queue.start_inner((handle.gradients for handle in ended), across_replicas=across_replicas)
+        inner, queue = self._gradients.inner_handles, self._gradients.queue
+        ended: list[HandleGradients] = []
+        for outer in handles:
+            for handle in (*inner.get(outer, ()), outer):
+                gradients = handle.gradients
+                if gradients is not None and queue.awaits(gradients) and handle.trainable:
+                    ended.append(gradients)
+                    handle.await_remaining_gradients()
+                    if gradients.all_arrived and called:
+                        backward.completed_handles[handle] = None
+        return ended
 
-    def _reduce_remaining(self, backward: BackwardPass) -> None:
-        """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""
+    def _end_remaining_handles(self, backward: BackwardPass) -> None:
+        """Record at the end of a backward pass that no more gradients will arrive."""
+        queue = self._gradients.queue
         for handle in reversed(self._handles):  # the root's last
-            if handle.gradients is not None and handle.trainable:
-                if handle.gradients.arrived:
+            gradients = handle.gradients
+            if gradients is not None and queue.awaits(gradients) and handle.trainable:
+                if gradients.arrived:
                     backward.completed_handles[handle] = None
-                handle.gradients.await_only(())
-        self._gradients.queue.start_ready(across_replicas=backward.reduces)
+                gradients.await_only(())
 
     def _prefetch_before(self, call: UnitCall) -> None:
         recorded = call.preceding_calls(self._config.prefetch)
@@ -574,7 +578,11 @@ class Scheduler(Closable):
             backward.active_calls.pop(call, None)
             self._parts.end(call)
             if reduces and call.forward_pass and call.unit.is_called_alike and call.is_last_in_backward:
-                self._reduce_ended(backward, call.unit.handles, called=True, is_common=call.unit.is_common)
+                ended = self._end_handles(backward, call.unit.handles, called=True)
+                if call.unit.is_common:
+                    self._gradients.queue.start_ready(across_replicas=backward.reduces)
+                else:  # see [Note: Reductions on several meshes]
+                    self._gradients.queue.start_inner(ended, across_replicas=backward.reduces)
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
@@ -601,11 +609,14 @@ class Scheduler(Closable):
         for call in self._backward.nested.pop(task):
             self.post_backward(call, None)
             if call.unit.is_common:
-                self._reduce_ended(self._backward, call.unit.handles, called=True)
+                self._end_handles(self._backward, call.unit.handles, called=True)
+                self._gradients.queue.start_ready(across_replicas=self._backward.reduces)
 
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
-        backward = self._enter_backward(handle.members[slot].name)
+        backward, member = self._backward, handle.members[slot]
+        if backward is None or torch.is_grad_enabled():
+            backward = self._enter_backward(member.name)
         if handle.state is not GatherState.GATHERED:
             backward.require_unit_reached(handle, slot)
         gradient, leaf.grad = leaf.grad, None
@@ -616,14 +627,15 @@ class Scheduler(Closable):
                 gradients.incoming.withdraw([slot])
             return
         assert gradients is not None
-        gradient = (member := handle.members[slot]).spec.local_grad(gradient)
+        if member.spec.model_parallel is not None:
+            gradient = member.spec.model_parallel.local_grad(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} has a sparse gradient. Build its module with sparse=False")
         if wrote_main_grad:
             gradients.record_main_grad(slot)
         if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
-        if gradients.all_arrived:
+        if gradients.awaited is not None and gradients.all_arrived:
             backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
@@ -663,7 +675,8 @@ class Scheduler(Closable):
     def finalize_backward(self) -> None:
         backward = self._backward
         assert backward is not None
-        self._reduce_remaining(backward)
+        self._end_remaining_handles(backward)
+        self._gradients.queue.start_ready(across_replicas=backward.reduces)
         self._parts.end_backward()
         backward.active_calls.clear()
         backward.uses.clear()

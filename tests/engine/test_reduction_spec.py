@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -243,13 +242,15 @@ def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: 
 def test_a_send_buffer_is_lent_until_the_collective_ends() -> None:
     pool = BufferPool(CPU)
     kept, scratch = PersistentStorage(SendBuffer(4, F32, CPU)), PooledStorage(4, F32, pool)
-    with ExitStack() as leases:
-        assert kept.lend_send_buffer(F32, pool, leases).data_ptr() == kept.open(keep=True).data_ptr()
-        copied = kept.lend_send_buffer(torch.bfloat16, pool, leases)
-        assert copied.dtype == torch.bfloat16 and pool.acquire(4, torch.bfloat16) is not copied
-        first = scratch.open(keep=False)
-        assert scratch.lend_send_buffer(F32, pool, leases) is first
-        assert scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
+    assert kept.lend_send_buffer(F32, pool).tensor.data_ptr() == kept.open(keep=True).data_ptr()
+    copied, give_copy_back = kept.lend_send_buffer(torch.bfloat16, pool)
+    assert copied.dtype == torch.bfloat16 and pool.acquire(4, torch.bfloat16) is not copied
+    first = scratch.open(keep=False)
+    lent, give_first_back = scratch.lend_send_buffer(F32, pool)
+    assert lent is first
+    assert scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
+    give_copy_back()
+    give_first_back()
     assert pool.acquire(4, torch.bfloat16) is copied and pool.acquire(4, F32) is first
     with ExitStack() as leases:
         second = scratch.open(keep=False)
