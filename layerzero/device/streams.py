@@ -264,7 +264,8 @@ class ThreadStream(Stream):
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
-        super().wait_event(awaited.passed if isinstance(awaited, _ThreadEvent) else awaited)
+        if awaited is not _COMPLETED:
+            self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
     def record_event(self, *name: str) -> Waitable:
         if self.thread.ident is None:  # no operation has been enqueued so far

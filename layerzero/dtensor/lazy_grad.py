@@ -32,7 +32,8 @@ def plain_access() -> AbstractContextManager[None]:
 
 def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the post-accumulate-grad hooks of `parameter`."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*hooks.values()] if hooks else []
 
 
 class LazyGrad:

@@ -56,11 +56,9 @@ class GradAttribute:
             gradients.final.storage.wait_for_host()
         self.forbid_access(forbidden)
         for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
-            shown = member.sharded.grad
-            if use and (shown is None or not self._is_ours(slot, shown)):
-                member.sharded.grad = self._published[slot]
-            elif not use and shown is not None:  # no other rank has contributed either
-                member.sharded.grad = None
+            final = self._published[slot] if use else None  # None: no other rank has contributed either
+            if member.sharded.grad is not final:
+                member.sharded.grad = final
         if agreed and not any(gradients.usage):  # only zeros (or errors of a codec) were reduced
             gradients.drop(())
 

@@ -364,7 +364,8 @@ class GradientReducer:
         """Call the user's post-accumulate-grad hooks on parameters that have a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
-            hooked = [(m.sharded, post_accumulate_grad_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
+            hooked = [(m.sharded, hooks) for m in updated if (hooks := post_accumulate_grad_hooks(m.sharded))]
+            hooked = [(parameter, hooks) for parameter, hooks in hooked if parameter.grad is not None]
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)
