@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import layerzero
+from layerzero.engine import side_results
 from layerzero.engine.hooks import get_state
 from tests.support.models import update
 from tests.support.ranks import every_nth_setting, mesh_of, on_ranks, run_ranks
@@ -414,6 +415,15 @@ class Returning(nn.Module):
         queries = self.queries()
         y = x @ (queries[0] if isinstance(queries, list) else queries)
         return y, self.bias, self.frozen[2:], self.bias.detach()
+
+
+@on_ranks(world_size=1)
+def test_modules_of_torch_are_not_searched_for_what_sharding_adds_to_them(rank: int) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+    layerzero.shard_model(net)
+    assert all(side_results._stores_nothing(layer) for layer in net)
+    net[0].last = torch.ones(1)
+    assert not side_results._stores_nothing(net[0])
 
 
 def _return_everywhere(rank: int, size: int) -> None:
