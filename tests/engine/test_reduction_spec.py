@@ -252,10 +252,9 @@ def test_a_send_buffer_is_lent_until_the_collective_ends() -> None:
     give_copy_back()
     give_first_back()
     assert pool.acquire(4, torch.bfloat16) is copied and pool.acquire(4, F32) is first
-    with ExitStack() as leases:
-        second = scratch.open(keep=False)
-        scratch.lend_send_buffer(torch.bfloat16, pool, leases)
-        assert pool.acquire(4, F32) is second, "a copy in another dtype is sent, so the memory is free at once"
+    second = scratch.open(keep=False)
+    scratch.lend_send_buffer(torch.bfloat16, pool)
+    assert pool.acquire(4, F32) is second, "a copy in another dtype is sent, so the memory is free at once"
 
 
 def _alone() -> HandleGradients:
