@@ -185,6 +185,8 @@ def _list_units(rank: int) -> dict[str, list[range]]:
     shown = str(found)
     assert "first+second (Linear)" in shown and "first.bias" in shown and "float32, frozen" in shown
     assert "ignored: head.bias" in shown and "the root (IntegerNet)" in shown and "[6, 5]" in shown
+    header, of_root = shown.splitlines()[:2]
+    assert of_root[: header.index("elements") + len("elements")].endswith("  7"), "numbers are on the right"
     printed = repr(model)
     assert "  layerzero root, zero3_size=2 of 4 ranks\n" in printed
     assert printed.count("bias=True, layerzero unit 'first+second')") == 2
