@@ -305,6 +305,10 @@ def test_a_parameter_has_no_state_before_its_first_step(rank: int) -> None:
     assert not optimizer.state_dict()["state"]
     assert optimizer.state[weight] == {}, "as in torch"
     assert not optimizer.state_dict()["state"] and not optimizer.state_dict_by_name()["state"]
+    model = layerzero.shard_model(integer_net().double(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert {values["exp_avg"].dtype for values in state.values()} == {torch.float64}, "a load fills what a step makes"
 
 
 @on_ranks()
