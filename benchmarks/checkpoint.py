@@ -30,15 +30,15 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import layerzero
 from benchmarks.model_shapes import llama
 from benchmarks.results import FOLDER
+from layerzero.checkpoint.checkpoint_writer import CheckpointWriter, chunk_of
 from layerzero.checkpoint.collect_state import CollectedState
-from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
 from layerzero.layout.flat_layout import plan_layouts
 
 __all__ = ["main"]
@@ -81,15 +81,15 @@ def main() -> None:
 def plan_globally(ranks: int) -> dict[str, float]:
     """Return the seconds and the memory of the global plan of a save of Llama 3 70B, with AdamW, by this many ranks."""
     began = time.perf_counter()
-    plans = [SavePlan(items, storage_data=json.dumps([[], True])) for items in _write_items(ranks)]
+    plans = [[[chunk_of(item) for item in items], [], True] for items in _write_items(ranks)]
     planned, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         topology = {"data_parallel": ranks, "zero3_size": 8}
         state = CollectedState({}, {}, [], {}, [])
-        writer = SafetensorsWriter(Path(folder, "one"), state, topology, rank=0)
-        writer.prepare_global_plan(SavePlanner().create_global_plan(plans)[0])
+        writer = CheckpointWriter(Path(folder, "one"), state, topology, rank=0)
+        writer.merge_plans(plans)
     return {
-        "items": sum(len(plan.items) for plan in plans),
+        "items": sum(len(chunks) for chunks, *_ in plans),
         "local plans (s)": round(planned - began, 2),
         "global plan (s)": round(time.perf_counter() - planned, 2),
         "global plan, CPU time (s)": round(time.process_time() - cpu, 2),

@@ -42,7 +42,8 @@ from layerzero.comm.collectives import (
     connect,
     connect_pairs,
     launching,
-    send_recv,
+    receive,
+    send,
     timeout_of,
 )
 from layerzero.comm.gather_text import all_gather_text, require_numpy
@@ -228,6 +229,7 @@ __all__ = [
     "predicted_traffic",
     "profiler_range",
     "raise_verdict",
+    "receive",
     "record_writes",
     "refresh_buffer_sizes",
     "refuse_old_names",
@@ -236,7 +238,7 @@ __all__ = [
     "require_numpy",
     "rows_of",
     "scratch_of",
-    "send_recv",
+    "send",
     "set_gradient_divide_factor",
     "sharded",
     "shorten_names",

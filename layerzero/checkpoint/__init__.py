@@ -12,7 +12,9 @@ Saves:
 
 - `saving`: saves checkpoints, synchronously or in the background
 - `collect_state`: collects the state that a save writes, as a document and tensors
+- `checkpoint_writer`: contains the steps of a save on each rank
 - `background`: writes copies of the state in host memory from a thread
+- `rank_tree`: exchanges values between all ranks, also in background threads
 - `preemption`: saves a checkpoint and exits after a preemption signal
 - `buddy_snapshots`: takes snapshots in shared memory that survive the loss of a node
 
@@ -36,7 +38,7 @@ Formats:
 - `contents`: reads, checks and writes ``contents.json``
 - `json_codec`: encodes nested values as JSON and tensors
 - `safetensors_files`: reads regions of tensors from safetensors files, and writes such files in a stream
-- `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
+- `dcp_storage`: reads checkpoints through torch.distributed.checkpoint (DCP)
 - `dcp_interop`: loads DCP checkpoints, and reads layerzero checkpoints through DCP
 - `whole_model_files`: exports, imports and inspects full models in one process
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from layerzero.checkpoint.rank_tree import SAVES, RankTree
 from layerzero.extend import (
-    HeldGroup,
     LayerZeroState,
     LocalShard,
-    MeshInfo,
     StepObserver,
     host_memory,
     local_rows,
@@ -100,23 +99,25 @@ class Staging(StepObserver):
     """Host memory for the background saves of one model. Each save reuses the memory.
 
     Args:
-        mesh_info: mesh of the model. A reference to the process groups of the mesh keeps them alive during a save.
+        device: device of the model.
 
     Attributes:
-        group: process group that only background saves use. If None, the next save must create a group.
+        tree: connections of saves and snapshots, or None before the first one; see :func:`rank_tree`.
+        tags: unused tags of messages along the tree.
         pending: save that reads this memory, or None after :meth:`finish`.
     """
 
-    def __init__(self, mesh_info: MeshInfo) -> None:
-        device, self._groups = mesh_info.device, mesh_info.groups
-        self.group: HeldGroup | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.tree: RankTree | None = None
+        self.tags = itertools.count(SAVES + 1)
         self.pending: PendingSave | None = None
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
     def close(self) -> None:
-        """Wait for the background save to end; see :meth:`finish`."""
+        """Wait for the background save to end; see :meth:`finish`. Release the connections."""
         self.finish()
+        self.tree = None
 
     def finish(self) -> None:
         """Wait for the background save, if any. Emit a warning if the save failed and its error was not raised."""
@@ -155,7 +156,21 @@ def _padded_nbytes(tensor: Tensor) -> int:
 
 def staging_of(lz_state: LayerZeroState) -> Staging:
     """Return the staging memory of a model. It is created at first use."""
-    return lz_state.attached_of(Staging) or lz_state.attach(Staging(lz_state.mesh_info))
+    return lz_state.attached_of(Staging) or lz_state.attach(Staging(lz_state.mesh_info.device))
+
+
+def rank_tree(lz_state: LayerZeroState) -> RankTree:
+    """Return the connections of saves and snapshots. All ranks must call this function.
+
+    The ranks create them at first use, and again if messages have failed on any rank. They first exchange whether they
+    have them.
+    """
+    staging = staging_of(lz_state)
+    is_usable = staging.tree is not None and not staging.tree.is_broken
+    if "lacks them" in lz_state.ranks.all_gather_text("has them" if is_usable else "lacks them"):
+        staging.tree = RankTree("connections for checkpoints", lz_state.ranks)
+    assert staging.tree is not None
+    return staging.tree
 
 
 def finish_pending(lz_state: LayerZeroState) -> None:

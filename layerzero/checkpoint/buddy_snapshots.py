@@ -21,7 +21,6 @@ numbers can also be compared with the times of checkpoints on disk.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -30,7 +29,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -41,26 +40,26 @@ import torch
 from torch import Tensor, nn
 
 from layerzero import ShardedOptimizer
-from layerzero.checkpoint.background import PendingSave
+from layerzero.checkpoint.background import PendingSave, rank_tree, staging_of
+from layerzero.checkpoint.checkpoint_writer import chunk_of, plan_items
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, Chunk
-from layerzero.checkpoint.dcp_storage import SavePlanner, chunk_of
 from layerzero.checkpoint.errors import CheckpointError, RankLostError
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
 from layerzero.checkpoint.rank_agreement import agreed, check_checkpoint_arguments
+from layerzero.checkpoint.rank_tree import RankTree
 from layerzero.checkpoint.run_folder import Resumed, latest, try_load
 from layerzero.checkpoint.safetensors_files import CheckpointFiles, write_items
 from layerzero.extend import (
     Communicator,
     ModelGroups,
-    TrafficCounters,
-    all_gather_text,
     boot_id,
     get_state,
-    send_recv,
+    receive,
+    send,
 )
 
 _LOG = logging.getLogger("layerzero")
@@ -113,9 +112,12 @@ def allocate_file(path: Path, size: int) -> None:
 
 
 def transfer(
-    comm: Communicator, sent: Tensor, to: int | None, received: Tensor, source: int | None
+    comms: Mapping[int, Communicator], sent: Tensor, to: int | None, received: Tensor, source: int | None
 ) -> Iterator[tuple[float, int]]:
     """Send `sent` to the rank `to` and receive `received` from the rank `source`, in chunks.
+
+    Args:
+        comms: communicators of this rank and one other rank, by the other rank.
 
     Yields:
         After each chunk, the time at which the chunk began, and the number of chunks.
@@ -123,29 +125,14 @@ def transfer(
     count = -(-max(sent.numel(), received.numel()) // CHUNK)
     for index in range(count):
         began, chunk = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
-        send_recv(comm, sent=sent[chunk], to=to, received=received[chunk], source=source, name="a snapshot").wait()
+        works = [
+            start(comms[peer], tensor[chunk], 1 - comms[peer].rank, name="a snapshot")
+            for start, tensor, peer in ((receive, received, source), (send, sent, to))
+            if peer is not None and tensor[chunk].numel()
+        ]
+        for work in works:
+            work.wait()
         yield began, count
-
-
-@contextmanager
-def raising_on_all_ranks(comm: Communicator, folder: Path) -> Iterator[None]:
-    """Run the body on all ranks. If it cannot read or write files on any rank, raise CheckpointError on all ranks.
-
-    Args:
-        folder: folder in which the body writes.
-    """
-    failure = ""
-    try:
-        yield
-    except CheckpointError as error:
-        failure = f"rank {comm.rank}: {error}"
-    except OSError as error:
-        failure = f"rank {comm.rank}: {error}"
-        if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(folder.parent).free
-            failure += f". {folder.parent} has {free:,} bytes of free space"
-    if failures := [text for text in all_gather_text(comm, failure) if text]:
-        raise CheckpointError("; ".join(failures))
 
 
 def _file_size(path: Path) -> int:
@@ -219,17 +206,17 @@ class Buddies:
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = create_private_folder(self.folder)
-        self._groups = ModelGroups()
-        # Separate traffic counters, because a background thread updates them.
-        group = lz_state.ranks.new_control_group(_WHAT, self._groups)
-        self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
+        self._rank, self._tag = lz_state.ranks.rank, next(staging_of(lz_state).tags)
+        self._tree: RankTree | None = None
+        self._groups, self._partner_comms = ModelGroups(), dict[int, Communicator]()
         newest = max((int(token[:10]) for token in list_tokens(self.folder)), default=-1)
-        entries = [json.loads(text) for text in all_gather_text(self._comm, json.dumps([node, newest]))]
+        entries = rank_tree(lz_state).all_gather(self._tag, [node, newest])
         self._nodes = [node_id for node_id, _ in entries]  # by rank
         self._number = max(number for _, number in entries)  # number of the last snapshot that was started
-        self._is_first_on_node = self._nodes.index(node) == self._comm.rank
-        self._receiver, self._sender = _partners(self._nodes, self._comm.rank)
-        if len(set(self._nodes)) == 1 and self._comm.rank == 0:
+        self._is_first_on_node = self._nodes.index(node) == self._rank
+        self._receiver, self._sender = _partners(self._nodes, self._rank)
+        self._connect()
+        if len(set(self._nodes)) == 1 and self._rank == 0:
             _LOG.warning(
                 "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
                 _WHAT,
@@ -238,6 +225,60 @@ class Buddies:
         self._newest = ""  # token of the last snapshot that this rank has completed or loaded
         self._began = self._period = 0.0
         self._is_awaited = threading.Event()  # set while a caller waits for the in-flight transfer
+
+    def _connect(self) -> None:
+        """Connect this rank to its partners, and to all ranks along the tree, unless it is connected.
+
+        All ranks must call this method.
+        """
+        tree = rank_tree(self._lz_state)
+        if tree is self._tree:
+            return
+        self._groups.release()  # connections of a tree that has failed
+        self._tree, self._groups = tree, ModelGroups()
+        pairs = []
+        if self._receiver is not None:
+            pairs.append((self._rank, self._receiver))
+        if self._sender is not None:
+            pairs.append((self._sender, self._rank))
+        node_size = max(Counter(self._nodes).values())
+        # One order for all ranks. Pairs that start on every second node come first, so that these connect in parallel.
+        pairs.sort(key=lambda pair: (pair[0] // node_size % 2, pair[0]))
+        self._partner_comms = self._connect_pairs(pairs, self._groups)
+
+    def _connect_pairs(self, pairs: Iterable[tuple[int, int]], groups: ModelGroups) -> dict[int, Communicator]:
+        """Connect this rank to the other ranks of `pairs`, and return the communicators by rank.
+
+        All ranks must call this method.
+
+        Args:
+            pairs: pairs of ranks, in an order that is the same on all ranks. Pairs of two other ranks may be missing.
+        """
+        ranks, own = self._lz_state.ranks, self._rank
+        others = list(dict.fromkeys(sum(pair) - own for pair in pairs if own in pair))
+        members = [[ranks.ranks[own], ranks.ranks[other]] for other in others]
+        return dict(zip(others, ranks.new_control_comms(_WHAT, members, groups), strict=True))
+
+    def _all_gather(self, value: object) -> list[Any]:
+        """Return the values of all ranks. All ranks must call this method."""
+        assert self._tree is not None
+        return self._tree.all_gather(self._tag, value)
+
+    @contextmanager
+    def _raising_on_all_ranks(self) -> Iterator[None]:
+        """Run the body on all ranks. If it cannot read or write files on any rank, raise CheckpointError on all."""
+        failure = ""
+        try:
+            yield
+        except CheckpointError as error:
+            failure = f"rank {self._rank}: {error}"
+        except OSError as error:
+            failure = f"rank {self._rank}: {error}"
+            if error.errno == errno.ENOSPC:
+                free = shutil.disk_usage(self.folder.parent).free
+                failure += f". {self.folder.parent} has {free:,} bytes of free space"
+        if failures := [text for text in self._all_gather(failure) if text]:
+            raise CheckpointError("; ".join(failures))
 
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state.
@@ -260,22 +301,22 @@ class Buddies:
             check_checkpoint_arguments(lz_state, self._optimizer)
             state = collect(lz_state, self._optimizer, extra)
             fields |= state.digests
+        self._connect()
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
-        message = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        entries = [json.loads(message) for message in all_gather_text(self._comm, message)]
+        entries = self._all_gather([f"{number:010d}-{new_token()}", self._newest])
         token = entries[0][0]
         self._number = int(token[:10])
         for old in set(list_tokens(self.folder)) - {token, *(newest for _, newest in entries)}:
             shutil.rmtree(self.folder / old, ignore_errors=True)
         folder = self.folder / token
         try:
-            with raising_on_all_ranks(self._comm, self.folder):
+            with self._raising_on_all_ranks():
                 folder.mkdir(mode=0o700, exist_ok=True)
                 record, chunks = self._write(folder, state)
-            texts = all_gather_text(self._comm, json.dumps([record.name, record.size]))
-            with raising_on_all_ranks(self._comm, self.folder):
+            files = self._all_gather([record.name, record.size])
+            with self._raising_on_all_ranks():
                 if self._sender is not None:
-                    name, size = json.loads(texts[self._sender])
+                    name, size = files[self._sender]
                     allocate_file(folder / name, size)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
@@ -283,7 +324,7 @@ class Buddies:
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._is_awaited.clear()
-        first = state.document if self._comm.rank == 0 else None
+        first = state.document if self._rank == 0 else None
         write = partial(self._exchange_and_publish, folder, record, [asdict(record), chunks, state.own, first])
         self._pending = PendingSave(write, f"{_WHAT}.snapshot", lz_state.optimizers)
 
@@ -300,7 +341,9 @@ class Buddies:
         All ranks must call this method.
         """
         self._finish()
-        all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this line
+        if not self._lz_state.closed:
+            self._connect()
+        self._all_gather(None)  # barrier: no rank uses the snapshots after this line
         self._groups.release()
         shutil.rmtree(self.folder, ignore_errors=True)  # other ranks on the node remove the folder at the same time
 
@@ -312,10 +355,8 @@ class Buddies:
 
     def _write(self, folder: Path, state: CollectedState) -> tuple[FileRecord, list[Chunk]]:
         """Write this rank's file. Return its record and the chunks in it."""
-        planner = SavePlanner()
-        planner.set_up_planner(state.tensors, None, is_coordinator=True)
-        items = planner.create_local_plan().items
-        return write_items(folder, self._comm.rank, items, planner), [*map(chunk_of, items)]
+        items, planner = plan_items(state, is_first=True)
+        return write_items(folder, self._rank, items, planner), [*map(chunk_of, items)]
 
     def _exchange_and_publish(self, folder: Path, record: FileRecord, message: list[Any]) -> None:
         """Exchange files with the partners and publish the snapshot. This method runs in a background thread.
@@ -323,11 +364,11 @@ class Buddies:
         Args:
             message: record and chunks of this rank's file, its own values, and the document on the first rank.
         """
-        comm, is_first = self._comm, self._is_first_on_node
+        is_first = self._is_first_on_node
         try:
-            rank_entries = [json.loads(text) for text in all_gather_text(comm, json.dumps(message))]
+            rank_entries = self._all_gather(message)
             records = [FileRecord(**entry) for entry, *_ in rank_entries]
-            with raising_on_all_ranks(comm, self.folder):
+            with self._raising_on_all_ranks():
                 self._swap_files(folder, record, None if self._sender is None else records[self._sender])
                 if is_first:
                     self._write_shared_files(folder, records, rank_entries)
@@ -336,6 +377,8 @@ class Buddies:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
+            assert self._tree is not None
+            self._tree.is_broken = True  # the next snapshot connects again
             raise RankLostError(f"a rank has exited or is late: {error}") from error
         self._newest = folder.name
 
@@ -360,7 +403,7 @@ class Buddies:
             outgoing = map_file(folder / own.name, own.size)
         if partner is not None:
             incoming = map_file(folder / partner.name, partner.size, writable=True)
-        for began, count in transfer(self._comm, outgoing, self._receiver, incoming, self._sender):
+        for began, count in transfer(self._partner_comms, outgoing, self._receiver, incoming, self._sender):
             self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         if partner is not None:
             read_pieces(folder / partner.name, [ByteRange(0, partner.size, None)], partner, ChecksumScheme.best())
@@ -381,6 +424,7 @@ class Buddies:
             ValueError: names, shapes or dtypes do not match.
         """
         self._finish()
+        self._connect()
         saved = self._last_save_time(newer_than)
         for token in self._complete_tokens():
             if int(token[:10]) <= saved:
@@ -394,7 +438,7 @@ class Buddies:
             if reason is None:
                 self._newest = token
                 return Resumed(self.folder, extra, ())
-            if self._comm.rank == 0:
+            if self._rank == 0:
                 _LOG.warning("%s.load: %s", _WHAT, reason or f"snapshot {token} no longer exists")
         return None
 
@@ -408,10 +452,10 @@ class Buddies:
         with suppress(CheckpointError, OSError, UnicodeDecodeError):  # the manifest is missing or damaged
             Manifest.read(folder, parts=True)
             text = (folder / MANIFEST).read_text()
-        intact = next(filter(None, all_gather_text(self._comm, text)), "")
+        intact = next(filter(None, self._all_gather(text)), "")
         if not intact:
             raise CheckpointError(f"snapshot {token} has no intact manifest")
-        with raising_on_all_ranks(self._comm, self.folder):
+        with self._raising_on_all_ranks():
             folder.mkdir(mode=0o700, exist_ok=True)
             if not text and self._is_first_on_node:
                 created.append(folder / MANIFEST)
@@ -430,7 +474,7 @@ class Buddies:
         A manifest proves that all files once existed. Some of these files may have been lost since then.
         """
         own = [token for token in list_tokens(self.folder) if (self.folder / token / MANIFEST).exists()]
-        tokens = {token for text in all_gather_text(self._comm, json.dumps(own)) for token in json.loads(text)}
+        tokens = {token for of_rank in self._all_gather(own) for token in of_rank}
         return sorted(tokens, reverse=True)
 
     def _fetch(self, manifest: Manifest, created: list[Path], wanted: Set[str]) -> None:
@@ -444,10 +488,9 @@ class Buddies:
             CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
                 error.
         """
-        comm, folder, records = self._comm, manifest.folder, manifest.files
+        folder, records = manifest.folder, manifest.files
         own_names = {name for name, record in records.items() if _file_size(folder / name) == record.size}
-        message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
-        rank_entries = [json.loads(text) for text in all_gather_text(comm, message)]
+        rank_entries = self._all_gather([sorted(own_names), sorted(wanted - own_names)])
         holders = {name: [rank for rank, (names, _) in enumerate(rank_entries) if name in names] for name in records}
         receivers: dict[tuple[str, str], int] = {}  # by node and file
         for rank, (_, needed_names) in enumerate(rank_entries):
@@ -455,23 +498,29 @@ class Buddies:
                 receivers.setdefault((self._nodes[rank], name), rank)
         if unavailable := sorted({f"no rank has {name}" for _, name in receivers if not holders[name]}):
             raise CheckpointError("; ".join(unavailable))
-        with raising_on_all_ranks(comm, self.folder):
-            for name in [name for (_, name), rank in receivers.items() if rank == comm.rank]:
+        with self._raising_on_all_ranks():
+            for name in [name for (_, name), rank in receivers.items() if rank == self._rank]:
                 created += [folder / f".{name}", folder / name]
                 (folder / f".{name}").unlink(missing_ok=True)  # left by a load that was killed
                 allocate_file(folder / f".{name}", records[name].size)
         num_transfers: Counter[int] = Counter()
-        nothing = torch.empty(0, dtype=torch.uint8)
+        transfers = []  # file, rank that sends it, rank that receives it
         for (_, name), rank in receivers.items():
             holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
             num_transfers[holder] += 1
-            if comm.rank == holder:
-                list(transfer(comm, map_file(folder / name, records[name].size), rank, nothing, None))
-            elif comm.rank == rank:
+            transfers.append((name, holder, rank))
+        groups = ModelGroups()
+        comms = self._connect_pairs([(holder, rank) for _, holder, rank in transfers], groups)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for name, holder, rank in transfers:
+            if self._rank == holder:
+                list(transfer(comms, map_file(folder / name, records[name].size), rank, nothing, None))
+            elif self._rank == rank:
                 received = map_file(folder / f".{name}", records[name].size, writable=True)
-                list(transfer(comm, nothing, None, received, holder))
+                list(transfer(comms, nothing, None, received, holder))
                 os.rename(folder / f".{name}", folder / name)
-        all_gather_text(comm, "")  # barrier: other ranks of this node read the files that this rank has received
+        self._all_gather(None)  # barrier: other ranks of this node read the files that this rank has received
+        groups.release()
 
     def _last_save_time(self, folder: str | os.PathLike[str] | None) -> int:
         """Return when the save of the last complete checkpoint in `folder` started, in seconds; -1 if there is none.
@@ -479,11 +528,11 @@ class Buddies:
         The first rank reads the folder and sends the result to all ranks.
         """
         saved = -1
-        if folder is not None and self._comm.rank == 0:
+        if folder is not None and self._rank == 0:
             with suppress(OSError):  # meanwhile, another job may remove the checkpoint
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
-        return int(all_gather_text(self._comm, str(saved))[0])
+        return int(self._all_gather(saved)[0])
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.dcp_storage import SafetensorsReader
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import Encoder, StoredRef, StoredTensor
 from layerzero.checkpoint.loading import Source, prepare_load_from
 from layerzero.checkpoint.manifest import Manifest
-from layerzero.checkpoint.rank_agreement import convert_dcp_exception
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import StateNames, rename_params
 from layerzero.extend import LayerZeroState, get_state, torch_compat
@@ -125,7 +125,8 @@ def _read(storage: FileSystemReader, values: dict[str, Any]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             read_tensors(values, storage_reader=storage, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise convert_dcp_exception("read", storage.path, error) from None
+        reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+        raise CheckpointError(f"{os.fspath(storage.path)} could not be read: {reasons}") from None
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
 from layerzero.extend import LayerZeroState, ParamView, require_equal, require_numpy
@@ -73,11 +71,3 @@ def check_checkpoint_arguments(lz_state: LayerZeroState, optimizer: object) -> N
         )
     if ParamView.UNSHARDED in lz_state.status.active_views:
         raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
-
-
-def convert_dcp_exception(participle: str, path: PathLike, error: CheckpointException) -> Exception:
-    """Return the error to raise for an exception of DCP. `participle` is "written" or "read"."""
-    if path_taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
-        return FileExistsError(*path_taken[0].args)
-    reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
-    return CheckpointError(f"{os.fspath(path)} could not be {participle}: {reasons}")

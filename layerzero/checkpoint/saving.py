@@ -10,22 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero import ShardedOptimizer
-from layerzero.checkpoint.background import PendingSave, Staging, finish_pending, staging_of
+from layerzero.checkpoint.background import PendingSave, finish_pending, rank_tree, staging_of
+from layerzero.checkpoint.checkpoint_writer import CheckpointWriter
 from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
-from layerzero.checkpoint.dcp_storage import SafetensorsWriter, SavePlanner
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.publish import require_only_checkpoint_files
-from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments, convert_dcp_exception
+from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments
+from layerzero.checkpoint.rank_tree import SAVES, FailedRanksError, RankTree
 from layerzero.checkpoint.run_folder import clear_leftovers, rotate
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.extend import LayerZeroState, get_state, torch_compat
+from layerzero.extend import get_state
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with_rank_local_names"]
 
@@ -92,7 +91,7 @@ def save(
     writer = _prepare(
         path, model, optimizer, extra, keep_last=keep_last, overwrite=overwrite, require_finite=require_finite
     )
-    _write(writer, get_state(model).ranks.control_group())
+    _write(writer, rank_tree(get_state(model)))
 
 
 def save_with_rank_local_names(
@@ -111,7 +110,7 @@ def save_with_rank_local_names(
             parameters.
     """
     writer = _prepare(path, model, optimizer, extra, rank_local_names=rank_local_names)
-    _write(writer, get_state(model).ranks.control_group())
+    _write(writer, rank_tree(get_state(model)))
 
 
 def save_async(
@@ -130,8 +129,8 @@ def save_async(
     call reuses the host memory. The host memory has the size of the data that this rank writes. Pinned memory may have
     twice that size, because torch rounds sizes up to a power of two. The next save or :func:`load` waits until the
     current checkpoint is written. If a background save fails, the next optimizer step, save or load emits a warning and
-    then continues. Call ``wait()`` on the last save before ``destroy_process_group()``. Otherwise, the save may
-    fail, and the ranks only print the error.
+    then continues. Call ``wait()`` on the last save before ``destroy_process_group()``. Otherwise, the ranks
+    only print an error of that save.
 
     The function takes the same arguments and raises the same errors as :func:`save`.
 
@@ -151,8 +150,7 @@ def save_async(
     staging = staging_of(lz_state)
     with agreed("checkpoint.save_async", lz_state):  # for instance, pinning the memory may fail
         writer.state = writer.state._replace(tensors=staging.copy(writer.state.tensors))
-    _ensure_group(lz_state, staging)
-    write = partial(_write_staged, writer, staging)
+    write = partial(_write, writer, rank_tree(lz_state))
     staging.pending = PendingSave(write, optimizers=lz_state.optimizers)
     return staging.pending
 
@@ -167,7 +165,7 @@ def _prepare(
     overwrite: bool = False,
     require_finite: bool = True,
     rank_local_names: RankLocalNames | None = None,
-) -> SafetensorsWriter:
+) -> CheckpointWriter:
     lz_state, path = get_state(model), Path(path).absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm}
     fields |= {"keep_last": keep_last, "overwrite": overwrite, "require_finite": require_finite}
@@ -188,32 +186,12 @@ def _prepare(
             require_only_checkpoint_files(path)
         state = collect(lz_state, optimizer, extra, require_finite=require_finite, rank_local_names=rank_local_names)
         fields |= state.digests
-    return SafetensorsWriter(path, state, topology_entry(lz_state), lz_state.ranks.rank, keep_last, overwrite)
+    return CheckpointWriter(path, state, topology_entry(lz_state), lz_state.ranks.rank, keep_last, overwrite)
 
 
-def _ensure_group(lz_state: LayerZeroState, staging: Staging) -> None:
-    """Create a process group for background saves on all ranks if any rank has no such group.
-
-    A rank has no such group before its first background save, or after a collective of such a save has failed. The
-    ranks first exchange whether they have one.
-    """
-    group_states = lz_state.ranks.all_gather_text("lacks one" if staging.group is None else "has one")
-    if "lacks one" in group_states:
-        staging.group = lz_state.ranks.new_control_group("checkpoint.save_async")
-
-
-def _write_staged(writer: SafetensorsWriter, staging: Staging) -> None:
-    assert staging.group is not None
+def _write(writer: CheckpointWriter, tree: RankTree) -> None:
     try:
-        _write(writer, staging.group.group)
-    except RankLostError:
-        staging.group = None  # the next save creates another group
-        raise
-
-
-def _write(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
-    try:
-        _write_on_all_ranks(writer, group)
+        _write_on_all_ranks(writer, tree)
     except Exception as error:
         if dist.is_initialized():
             raise
@@ -223,16 +201,18 @@ def _write(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
         ) from error
 
 
-def _write_on_all_ranks(writer: SafetensorsWriter, group: dist.ProcessGroup) -> None:
-    first = dist.get_rank(group) == 0
+def _write_on_all_ranks(writer: CheckpointWriter, tree: RankTree) -> None:
+    first = writer.rank == 0
     try:
-        with torch_compat.torch_registration(group):
-            write_tensors(writer.state.tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
-    except CheckpointException as error:
+        token, kept = tree.map_and_merge(SAVES, writer.plan, writer.merge_plans)
+        tree.map_and_merge(SAVES, lambda: writer.write(token, kept), writer.finish)
+    except FailedRanksError as error:
         if first:
             writer.discard()
-        raise convert_dcp_exception("written", writer.path, error) from None
-    except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
+        if path_taken := [message for _, kind, message in error.failures if kind == PathTakenError.__name__]:
+            raise FileExistsError(path_taken[0]) from None
+        raise CheckpointError(f"{writer.path} could not be written: {error}") from None
+    except RuntimeError as error:  # a message failed; another rank may still be writing into the partial folder
         raise RankLostError(
             f"{writer.path} could not be written, because a rank has exited or is late: {error}"
         ) from error

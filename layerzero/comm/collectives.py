@@ -84,8 +84,9 @@ __all__ = [
     "encoded_buffer_sizes",
     "encoded_reduce_scatter",
     "launching",
+    "receive",
     "reduce_scatter",
-    "send_recv",
+    "send",
     "timeout_of",
 ]
 
@@ -632,20 +633,24 @@ def all_to_all(
         return launched.attach_transfers(work)
 
 
-def send_recv(
-    comm: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
-) -> PendingCollective:
-    """Start sending `sent` to rank `to` of the communicator and receiving `received` from rank `source`.
+def send(comm: Communicator, tensor: Tensor, to: int, *, name: str, tag: int = 0) -> PendingCollective:
+    """Start sending a tensor in host memory to rank `to` of the communicator.
 
-    Both tensors are in host memory. If a rank is None, that direction is skipped.
+    Args:
+        tag: number by which gloo tells the messages of threads apart that use the communicator at the same time.
     """
-    with launching(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as launched:
-        works = []
-        if source is not None and received.numel():
-            works.append(dist.irecv(received, group=comm.group, group_src=source))
-        if to is not None and sent.numel():
-            works.append(dist.isend(sent, group=comm.group, group_dst=to))
-        return launched.attach_transfers(*(work for work in works if work is not None))
+    with launching(comm, Collective.SNAPSHOT, name, tensor.nbytes) as launched:
+        work = dist.isend(tensor, group=comm.group, group_dst=to, tag=tag)
+        assert work is not None
+        return launched.attach_transfers(work)
+
+
+def receive(comm: Communicator, tensor: Tensor, source: int, *, name: str, tag: int = 0) -> PendingCollective:
+    """Start receiving into a tensor in host memory what rank `source` of the communicator sends; see :func:`send`."""
+    with launching(comm, Collective.SNAPSHOT, name, 0) as launched:
+        work = dist.irecv(tensor, group=comm.group, group_src=source, tag=tag)
+        assert work is not None
+        return launched.attach_transfers(work)
 
 
 def all_reduce(

@@ -4,8 +4,10 @@
 Control messages consist of a few bytes that the host of each rank must read. They are sent over gloo along one axis
 after the other: first along the ZeRO-3 axis, then along the replica axis and the model-parallel axes. Therefore a rank
 has S + R sockets and sends S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D
-ranks would need D sockets on each rank and reach the usual limit on file descriptors at D = 1024. Only checkpoints need
-a group of all ranks, for ``torch.distributed.checkpoint``. This group is created at the first save or load.
+ranks would need D sockets on each rank and reach the usual limit on file descriptors at D = 1024. Each rank would also
+read the addresses of all D ranks from the rendezvous store, D^2 (154 + 8 D) bytes together. Therefore there is no group
+of all ranks. Checkpoints, which send texts from separate threads, connect small groups in the form of a tree; see
+:meth:`ModelRanks.new_control_comms` and layerzero/checkpoint/rank_tree.py.
 
 A message along the second axis depends on the messages received along the first axis. If a rank must not wait for these
 messages, :class:`LateMaximum` uses the messages of the previous round instead.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from layerzero.comm.collectives import Collective, Communicator, all_reduce, bro
 from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields
+from layerzero.comm.traffic_counters import TrafficCounters
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,6 @@ class ModelRanks:
     ranks: tuple[int, ...]  # global ranks, ascending
     control_comms: tuple[Communicator, ...]  # used one after the other; see [Note: Control messages]
     model_parallel: tuple[Communicator, ...]  # communicators of this rank, one for each model-parallel axis
-    _control_group: list[HeldGroup] = field(default_factory=list)  # the group of all ranks; empty until it is needed
 
     @classmethod
     def connect(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh | None) -> ModelRanks:
@@ -119,23 +121,23 @@ class ModelRanks:
             if tensor.numel():
                 broadcast(comm, Collective.METADATA, tensor)
 
-    def control_group(self) -> dist.ProcessGroup:
-        """Return the gloo group of all ranks; the first call creates it. All ranks must call this method."""
-        if not self._control_group:
-            self._control_group.append(self.new_control_group("process group for torch.distributed.checkpoint"))
-        return self._control_group[0].group
-
-    def new_control_group(self, subject: str, groups: ModelGroups | None = None) -> HeldGroup:
-        """Create another gloo group of all ranks, for a separate thread. All ranks must call this method.
+    def new_control_comms(
+        self, subject: str, members: Sequence[Sequence[int]], groups: ModelGroups
+    ) -> list[Communicator]:
+        """Create gloo communicators for separate threads. All ranks must call this method.
 
         Args:
-            subject: what the group is for, which starts the message if other ranks create other groups.
-            groups: owner of the new group. If it is None, the model owns the group.
+            subject: purpose, which starts the message if other ranks create other groups.
+            members: global ranks of each communicator, which include this rank. Ranks must list shared communicators
+                in one global order, because the members connect when a communicator is created.
+            groups: owner of the new groups.
         """
-        require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(self.ranks))
-        return _new_gloo_group(
-            groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group
-        )
+        require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(*members))
+        like, counters = self.mesh_info.zero3_control_comm.group, TrafficCounters()  # which other threads may update
+        return [
+            Communicator.over(subject, "control", _new_gloo_group(groups, ranks, like), counters, "cpu")
+            for ranks in members
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +227,6 @@ def _comms_along(model_parallel_mesh: DeviceMesh, mesh_info: MeshInfo) -> tuple[
     return comms
 
 
-def _new_gloo_group(groups: ModelGroups, ranks: list[int], like: dist.ProcessGroup) -> HeldGroup:
+def _new_gloo_group(groups: ModelGroups, ranks: Sequence[int], like: dist.ProcessGroup) -> HeldGroup:
     backend = dist.get_backend_config(like).split(",")[0].split(":")[1]
     return groups.new(ranks, like=like, device_type="cpu", backend=backend)

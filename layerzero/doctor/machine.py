@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -24,6 +25,8 @@ _VARIABLES, _MEMORY, _PACKAGES = "environment variables", "memory", "packages"
 _SHM, _ADAPTERS = Path("/dev/shm"), Path("/sys/class/infiniband")
 _SMALL_SHM = 1_000_000_000  # NVIDIA's guide starts containers with --shm-size=1g
 _OURS = "torch-layerzero"
+_DESCRIPTORS_OF_GROUP = 4  # of a gloo group besides its connections: a socket that listens, and three for its thread
+_DESCRIPTORS_OF_PROCESS = 16  # of Python, torch and the connections to the store
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "GLOO_", "CUDA_", "PYTORCH_")
 _OFF = {"", "0", "n", "no", "f", "false", "off"}
 
@@ -81,6 +84,7 @@ def check_machine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         check_devices(kind, device_names(kind), local, has_nvidia=has_nvidia, cuda=torch.version.cuda),
         check_launch(environment),
         check_threads(torch.get_num_threads(), cores, local, kind),
+        check_descriptors(environment, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         *check_variables(environment, kind, adapters=adapters),
         check_shared_memory(shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0, kind),
         *check_distributions(),
@@ -169,6 +173,34 @@ def check_threads(threads: int, cores: int, ranks: int, kind: str) -> Finding:
         text = "OMP_NUM_THREADS=1, torchrun's default: an offloaded optimizer would use only one thread per rank"
         return Finding(_LAUNCH, "note", text, f"If you offload the optimizer, set OMP_NUM_THREADS={cores_per_rank}")
     return Finding(_LAUNCH, "ok", f"{threads} thread{'s' * (threads > 1)} per rank, {cores} cores")
+
+
+def needed_descriptors(zero3_size: int, replicas: int) -> int:
+    """Return the file descriptors of a rank with one model, after a save, a save in the background and a snapshot.
+
+    The rank has the default groups of torch and of a model on gloo, no process of its own for the store, and two
+    partners on other nodes for snapshots. On devices, the backend adds its own.
+    """
+    world, levels = zero3_size * replicas, 0
+    while 4**levels < world:
+        levels += 1
+
+    def of_groups(count: int, ranks: int) -> int:
+        return count * (ranks - 1 + _DESCRIPTORS_OF_GROUP)
+
+    # Groups: of all ranks; of the mesh, for gathers, reductions and control messages; for checkpoints.
+    axes = of_groups(4, zero3_size) + of_groups(3, replicas)
+    return _DESCRIPTORS_OF_PROCESS + of_groups(1, world) + axes + of_groups(levels, 4) + of_groups(2, 2)
+
+
+def check_descriptors(environment: Mapping[str, str], limit: int) -> Finding:
+    """Compare the limit of open file descriptors with the connections of a rank, and of the store on the first one."""
+    world, local = (whole_number(environment, name) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    needed = needed_descriptors(local, max(1, world // local)) + 2 * world  # two connections of each rank to the store
+    text = f"up to {needed} connections and files on a rank, with a limit of {limit}"
+    if 0 <= limit < needed:
+        return Finding(_LAUNCH, "problem", text, f"Run ulimit -n {2 * needed} on all nodes before the job starts")
+    return Finding(_LAUNCH, "ok", text)
 
 
 def check_variables(environment: Mapping[str, str], kind: str, *, adapters: Sequence[str] = ()) -> list[Finding]:

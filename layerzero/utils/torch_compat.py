@@ -87,7 +87,6 @@ __all__ = [
     "preserve_version_counter",
     "queue_callback",
     "saved_tensor_hooks",
-    "torch_registration",
     "tracing_state",
     "tree_any_only",
     "tree_leaves",
@@ -250,23 +249,6 @@ def forget_group(group: dist.ProcessGroup) -> None:
     """Remove a hidden group from the other tables, so that torch holds no reference to it."""
     for table in (_world().pg_group_ranks, _world().pg_backend_config):
         table.pop(group, None)
-
-
-@contextmanager
-def torch_registration(group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager that registers `group` with torch.distributed.
-
-    Inside the context, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
-    """
-    groups = _world().pg_map
-    is_known = group in groups
-    if not is_known:
-        groups[group] = (dist.get_backend_config(group).split(",")[0].split(":")[1], default_store())
-    try:
-        yield
-    finally:
-        if not is_known:
-            groups.pop(group, None)
 
 
 def backend_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:

@@ -18,7 +18,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.dcp_storage import CheckpointContents
+from layerzero.checkpoint.contents import CheckpointContents
 from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, manifest_text
 from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.damaging import DATA, nested, sign

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import checkpoint
-from layerzero.checkpoint import dcp_storage
+from layerzero.checkpoint import checkpoint_writer
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, on_first_rank, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, WRONG, die_at, exit_codes, join_ranks, start_all
@@ -197,14 +197,14 @@ def test_a_full_disk_is_an_error_after_which_training_goes_on(tmp_path: Path, op
 def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(rank: int, tmp_path: Path) -> None:
     model, optimizer = sharded_net(2)
     checkpoint.save(tmp_path / "step-1", model, optimizer)
-    publish = dcp_storage.publish
+    publish = checkpoint_writer.publish
     harms: list[Callable[[Path], Any]] = []
 
     def elsewhere(partial: Path, *args: Any, **kwargs: Any) -> None:
         harms[-1](partial / "rank-00001.safetensors")
         publish(partial, *args, **kwargs)
 
-    with mock.patch.object(dcp_storage, "publish", elsewhere):
+    with mock.patch.object(checkpoint_writer, "publish", elsewhere):
         for harm, said in (
             (os.unlink, "is missing"),
             (lambda path: os.truncate(path, 10), "has 10 bytes"),

@@ -6,7 +6,6 @@ import contextlib
 import io
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from layerzero import checkpoint
 from layerzero.checkpoint import safetensors_files
 from layerzero.checkpoint.background import Staging, staging_of
+from layerzero.checkpoint.manifest import Manifest
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import bad_disk
@@ -67,24 +67,34 @@ def test_training_during_the_write_changes_nothing_in_it(rank: int, tmp_path: Pa
     assert not (wrong := different(everything(again, its_optimizer), at_call)), wrong
 
 
-def _save_and_destroy(rank: int, folder: str) -> str:
+def _save_and_destroy(rank: int, folder: str, is_full: bool) -> str:
     model, optimizer = sharded_net(2, steps=1)
-    with _gate_before(checkpoint.saving, "write_tensors") as gate:
+    with (
+        _gate_before(checkpoint.saving, "_write_on_all_ranks") as gate,
+        bad_disk() if is_full else contextlib.nullcontext(),
+        contextlib.redirect_stderr(io.StringIO()) as printed,
+    ):
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer)
         dist.barrier()
         dist.destroy_process_group()
-        with contextlib.redirect_stderr(io.StringIO()) as printed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it saves in a single process
-            gate.set()
+        gate.set()
+        if is_full:
             with pytest.raises(checkpoint.CheckpointError, match=r"Call wait\(\) .* before destroy_process_group"):
                 pending.wait()
+        else:
+            pending.wait()
         return printed.getvalue()
 
 
-def test_a_group_that_is_destroyed_during_a_save_leaves_no_checkpoint(tmp_path: Path) -> None:
-    for printed in run_ranks(_save_and_destroy, str(tmp_path)):
+def test_a_group_that_is_destroyed_during_a_save_does_not_end_the_save(tmp_path: Path) -> None:
+    assert run_ranks(_save_and_destroy, str(tmp_path), False) == [""] * 4
+    Manifest.read(tmp_path / "one").verify()
+
+
+def test_an_error_after_the_group_was_destroyed_is_printed_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for printed in run_ranks(_save_and_destroy, str(tmp_path), True):
         assert "save_async failed: " in printed and "was not saved completely" in printed
-    assert not (tmp_path / "one").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @on_ranks()
@@ -141,15 +151,15 @@ def test_a_rank_that_alone_has_failed_or_lost_the_others_does_not_end_all_later_
     with full, pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
         checkpoint.save_async(tmp_path / "none", model, optimizer)
     checkpoint.save_async(f"{tmp_path}/one", model, optimizer).wait()
-    group = staging_of(get_state(model)).group
+    tree = staging_of(get_state(model)).tree
     for name, loser in (("two", 1), ("three", 0)):
         if rank == loser:
-            staging_of(get_state(model)).group = None  # as after an agreement that failed on this rank only
+            staging_of(get_state(model)).tree = None  # as after an agreement that failed on this rank only
             dist.new_group([rank], use_local_synchronization=True)
         checkpoint.save_async(f"{tmp_path}/{name}", model, optimizer).wait()
-        assert staging_of(get_state(model)).group is not group, "all have made another one"
-        group = staging_of(get_state(model)).group
+        assert staging_of(get_state(model)).tree is not tree, "all have made another one"
+        tree = staging_of(get_state(model)).tree
     checkpoint.save_async(f"{tmp_path}/four", model, optimizer).wait()
-    assert staging_of(get_state(model)).group is group, "which is kept"
+    assert staging_of(get_state(model)).tree is tree, "which is kept"
     dist.barrier()
     assert len(list(Path(tmp_path).iterdir())) == 4

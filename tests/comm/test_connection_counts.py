@@ -86,8 +86,6 @@ def test_texts_and_numbers_reach_all_ranks_along_the_axes(rank: int, zero3_size:
     numbers = torch.full((3,), rank + 5)
     model_ranks.broadcast_numbers(numbers)
     assert numbers.tolist() == [5, 5, 5]
-    group = model_ranks.control_group()
-    assert model_ranks.control_group() is group and dist.get_process_group_ranks(group) == list(range(WORLD))
     dist.barrier()  # a rank that returns closes its connections, to which other ranks may still be connecting
 
 

@@ -13,6 +13,7 @@ from layerzero.doctor.findings import Finding
 from layerzero.doctor.machine import (
     TESTED_PYTHON,
     TESTED_TORCH,
+    check_descriptors,
     check_devices,
     check_distributions,
     check_launch,
@@ -112,6 +113,17 @@ def test_the_variables_of_a_launcher_are_checked(change: dict[str, str | None], 
 def test_ranks_share_the_cores(threads: int, cores: int, ranks: int, kind: str, level: str, text: str) -> None:
     found = check_threads(threads, cores, ranks, kind)
     assert found.level == level and text in str(found)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "limit", "level"),
+    [(8, 8, 1024, "ok"), (512, 8, 1024, "problem"), (512, 8, 4096, "ok"), (4096, 8, -1, "ok"), (1, 1, 20, "problem")],
+)
+def test_the_limit_of_open_files_is_compared_with_the_connections(
+    world: int, local: int, limit: int, level: str
+) -> None:
+    found = check_descriptors({"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}, limit)
+    assert found.level == level and f"a limit of {limit}" in found.text
 
 
 @pytest.mark.parametrize(

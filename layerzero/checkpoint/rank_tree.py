@@ -1,0 +1,163 @@
+"""Exchange small values between all ranks of a model, also in background threads.
+
+[Note: Tree of ranks]
+gloo connects all pairs of ranks of a group, and each rank reads the addresses of all others from the rendezvous store.
+Values are therefore passed along a tree. Four consecutive ranks form a group, the first ranks of four such groups form
+a group on the next level, and so on. A rank has at most three connections on each level to which it belongs, whatever
+the number of ranks. The ranks below a member of a group are consecutive, so lists of values need no keys.
+
+[Note: Tags]
+A save and a snapshot may exchange values at the same time, in two threads that are not synchronized between ranks.
+Their messages have different tags, so both can use the same connections.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerzero.extend import Communicator, ModelGroups, ModelRanks, PendingCollective, receive, send
+
+SAVES = 0  # tag of the messages of saves, which do not overlap
+_FAN_OUT = 4  # maximum number of ranks in a group
+
+
+class FailedRanksError(Exception):
+    """Error of :meth:`RankTree.map_and_merge`.
+
+    Attributes:
+        failures: for each rank that has failed, the rank, the class name of its error, and the message.
+    """
+
+    def __init__(self, failures: Sequence[tuple[int, str, str]]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {kind}: {message}" for rank, kind, message in failures))
+        self.failures = failures
+
+
+class _Level(NamedTuple):
+    comm: Communicator
+    below: int  # number of ranks below each member, including the member; fewer below the last
+
+
+class RankTree:
+    """Connections between all ranks of a model. See [Note: Tree of ranks]. All ranks must create it together.
+
+    Values are those that JSON can represent. All ranks must call each method. Calls with the same `tag` must have the
+    same order on all ranks; see [Note: Tags].
+
+    Attributes:
+        is_broken: whether a message has failed on this rank. The ranks must then create another tree.
+    """
+
+    def __init__(self, subject: str, ranks: ModelRanks) -> None:
+        self.is_broken = False
+        self._is_first, self._size = ranks.is_first, ranks.size
+        members, widths = list[Sequence[int]](), []
+        for start, width in _group_starts(ranks.rank, ranks.size):
+            group = ranks.ranks[start : start + _FAN_OUT * width : width]
+            if len(group) > 1:
+                members.append(group)
+                widths.append(width)
+        self._groups = ModelGroups()  # released with the tree, which may outlive the model
+        comms = ranks.new_control_comms(subject, members, self._groups)
+        self._levels = [_Level(*each) for each in zip(comms, widths, strict=True)]  # of this rank, lowest first
+
+    def gather(self, tag: int, value: object) -> list[Any]:
+        """Gather values on the first rank, in rank order. On other ranks, the result is a part of the values."""
+        values = [value]
+        for comm, _ in self._levels:
+            if comm.rank:
+                self._send(comm, 0, tag, values)
+                break
+            for member in range(1, comm.size):
+                values += self._receive(comm, member, tag)
+        return values
+
+    def scatter(self, tag: int, values: list[Any]) -> Any:
+        """Return this rank's value. The first rank passes the values of all ranks, other ranks any list."""
+        for comm, below in reversed(self._levels):
+            if comm.rank:
+                values = self._receive(comm, 0, tag)
+            else:
+                for member in range(1, comm.size):
+                    self._send(comm, member, tag, values[member * below : (member + 1) * below])
+        return values[0]
+
+    def all_gather(self, tag: int, value: object) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        values = self.gather(tag, value)
+        for comm, _ in reversed(self._levels):
+            if comm.rank:
+                values = self._receive(comm, 0, tag)
+            else:
+                for member in range(1, comm.size):
+                    self._send(comm, member, tag, values)
+        return values
+
+    def map_and_merge(self, tag: int, map_rank: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
+        """Call `map_rank` on each rank, and `merge` on the first rank; return this rank's part of the result.
+
+        Args:
+            map_rank: function that returns the value of this rank.
+            merge: function that returns a value for each rank, from the values of all ranks.
+
+        Raises:
+            FailedRanksError: a function has raised an error on any rank. Raised on all ranks.
+        """
+        outcomes = self.gather(tag, _outcome(map_rank))
+        if self._is_first:
+            failures = [(rank, *error) for rank, (_, error) in enumerate(outcomes) if error]
+            if not failures:
+                parts, error = _outcome(lambda: merge([value for value, _ in outcomes]))
+                failures = [(0, *error)] if error else []
+            outcomes = [[None, failures]] * self._size if failures else [[part, []] for part in parts]
+        part, failures = self.scatter(tag, outcomes)
+        if failures:
+            raise FailedRanksError(failures)
+        return part
+
+    def _send(self, comm: Communicator, member: int, tag: int, values: list[Any]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([text.numel()]), text):
+            self._move(send, comm, member, tag, tensor)
+
+    def _receive(self, comm: Communicator, member: int, tag: int) -> list[Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._move(receive, comm, member, tag, size)
+        text = bytearray(int(size))
+        self._move(receive, comm, member, tag, torch.frombuffer(text, dtype=torch.uint8))
+        values: list[Any] = json.loads(text)
+        return values
+
+    def _move(
+        self, start: Callable[..., PendingCollective], comm: Communicator, member: int, tag: int, tensor: Tensor
+    ) -> None:
+        try:
+            start(comm, tensor, member, name="a message between ranks", tag=tag).wait()
+        except RuntimeError:
+            self.is_broken = True
+            raise
+
+
+def _group_starts(rank: int, size: int) -> list[tuple[int, int]]:
+    """Return the groups of a rank, lowest level first: the first member, and the distance between members."""
+    groups, width = [], 1
+    while width < size:
+        start = rank - rank % (_FAN_OUT * width)
+        groups.append((start, width))
+        if start != rank:
+            break
+        width *= _FAN_OUT
+    return groups
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
+    """Return the result of `function`, and the class name and message of its error, if any."""
+    try:
+        return function(), None
+    except BaseException as error:  # the other ranks wait for this rank
+        return None, (type(error).__name__, str(error))

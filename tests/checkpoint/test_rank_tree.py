@@ -1,0 +1,154 @@
+"""Values reach all ranks along a tree of small groups, with few sockets and few bytes in the store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint.background import rank_tree
+from layerzero.checkpoint.rank_tree import FailedRanksError, _group_starts
+from layerzero.engine.hooks import get_state
+from tests.support.checkpointing import everything, sharded_net
+from tests.support.counting_store import counted_store
+from tests.support.models import different, integer_net, train
+from tests.support.ranks import mesh_of, on_ranks
+
+FAN_OUT = 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 16, 17, 64, 1000, 16384])
+def test_each_rank_reaches_the_first_over_at_most_three_connections_a_level(size: int) -> None:
+    levels = 0
+    while FAN_OUT**levels < size:
+        levels += 1
+    for rank in range(size):
+        groups = _group_starts(rank, size)
+        assert len(groups) <= levels
+        assert [start for start, _ in groups[:-1]] == [rank] * (len(groups) - 1), "the first rank of its group goes on"
+        assert all(start + index * width == rank for start, width in groups for index in [(rank - start) // width])
+        assert not groups or groups[-1][0] < rank or rank == 0, "the last group leads to a rank before this one"
+
+
+@on_ranks(world_size=7)
+def test_values_arrive_in_the_order_of_ranks_also_from_two_threads(rank: int) -> None:
+    model, _ = sharded_net(7)
+    tree = rank_tree(get_state(model))
+    assert rank_tree(get_state(model)) is tree
+    found: dict[int, list[list[int]]] = {1: [], 2: []}
+
+    def exchange(tag: int) -> None:
+        for turn in range(20):
+            if (rank + tag + turn) % 3 == 0:
+                time.sleep(0.002)  # so that the threads of each rank overlap in another way
+            found[tag].append(tree.all_gather(tag, 100 * tag + rank))
+
+    threads = [threading.Thread(target=exchange, args=(tag,)) for tag in found]
+    for thread in threads[:: 1 if rank % 2 else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for tag, lists in found.items():
+        assert lists == [[100 * tag + each for each in range(7)]] * 20
+    gathered = tree.gather(3, {"rank": rank, "text": '"\\é' * rank})
+    assert rank or gathered == [{"rank": each, "text": '"\\é' * each} for each in range(7)]
+    assert tree.scatter(3, [[each, "x" * each] for each in range(7)] if rank == 0 else []) == [rank, "x" * rank]
+
+
+@on_ranks(world_size=6)
+def test_an_error_on_any_rank_is_raised_on_all_and_the_next_call_works(rank: int) -> None:
+    model, _ = sharded_net(6)
+    tree = rank_tree(get_state(model))
+
+    def map_rank(bad: set[int]) -> int:
+        if rank in bad:
+            raise KeyboardInterrupt(f"of {rank}") if rank == 5 else OSError(f"of {rank}")
+        return rank
+
+    def merge(values: list[int], is_bad: bool) -> list[int]:
+        if is_bad:
+            raise ValueError("merged")
+        return [10 * value for value in values]
+
+    for bad, said in (({5}, "rank 5: KeyboardInterrupt: of 5"), ({2, 3}, "rank 2: OSError: of 2; rank 3: OSError")):
+        with pytest.raises(FailedRanksError, match=said):
+            tree.map_and_merge(1, lambda bad=bad: map_rank(bad), lambda values: merge(values, False))
+    with pytest.raises(FailedRanksError, match="rank 0: ValueError: merged"):
+        tree.map_and_merge(1, lambda: map_rank(set()), lambda values: merge(values, True))
+    assert tree.map_and_merge(1, lambda: map_rank(set()), lambda values: merge(values, False)) == 10 * rank
+    assert not tree.is_broken
+
+
+@on_ranks(world_size=8)
+def test_a_save_a_snapshot_and_a_save_in_the_background_share_few_sockets(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded_net(4, adam=True)
+    train(model, optimizer, rank, range(1))
+    place = tmp_path / f"node{rank // 4}"
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    before = _sockets()
+    with counted_store() as store:
+        checkpoint.save(tmp_path / "one", model, optimizer)
+    # Groups (0, 1, 2, 3) and (4, 5, 6, 7), then (0, 4): a socket for each other rank, and one that listens.
+    assert _sockets() - before == (6 if rank % 4 == 0 else 4)
+    assert store.nbytes < 64 << 10
+    buddies = checkpoint.Buddies(model, optimizer, name="run", memory=place)
+    assert _sockets() - before == (8 if rank % 4 == 0 else 6), "and a pair with the other node"
+    state = everything(model, optimizer)
+    buddies.snapshot({"at": 1})
+    pending = checkpoint.save_async(tmp_path / "two", model, optimizer, {"at": 1})
+    train(model, optimizer, rank, range(1, 2))
+    pending.wait()
+    buddies.wait()
+    assert _sockets() - before == (8 if rank % 4 == 0 else 6)
+    assert checkpoint.load(tmp_path / "two", model, optimizer) == {"at": 1}
+    assert not different(everything(model, optimizer), state)
+    train(model, optimizer, rank, range(1, 2))
+    found = buddies.load()
+    assert found is not None and found.extra == {"at": 1}
+    assert not different(everything(model, optimizer), state)
+    layerzero.close(model)
+    buddies.close()
+    del buddies, pending
+    layerzero.shard_model(integer_net(), mesh=mesh_of(4))  # drops the groups that nothing refers to
+    deadline = time.monotonic() + 10
+    while _sockets() > before:
+        assert time.monotonic() < deadline, (_sockets(), before)
+        time.sleep(0.1)
+
+
+def _sockets() -> int:
+    """Return the number of sockets of this process."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path):  # the descriptor of the listing itself is closed by now
+            links.append(os.readlink(path))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@on_ranks(world_size=4, pg_timeout=15)
+def test_connections_that_have_failed_are_replaced_for_saves_and_snapshots(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    train(model, optimizer, rank, range(1))
+    place = tmp_path / f"node{rank // 2}"
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    buddies = checkpoint.Buddies(model, optimizer, name="run", memory=place)
+    for turn, loser in enumerate((3, 0)):
+        tree = rank_tree(get_state(model))
+        if rank == loser:
+            tree.is_broken = True  # as after a message that failed on this rank only
+        buddies.snapshot(turn)
+        checkpoint.save(tmp_path / f"step-{turn}", model, optimizer, turn)
+        buddies.wait()
+        assert rank_tree(get_state(model)) is not tree
+        found = buddies.load()
+        assert found is not None and found.extra == turn == checkpoint.load(tmp_path / f"step-{turn}", model, optimizer)
+    buddies.close()
