@@ -311,13 +311,13 @@ def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
 
 
 def _slow_save(model: nn.Module, optimizer: Any, folder: Path, *, seconds: float) -> checkpoint.PendingSave:
-    write = saving._write_staged
+    write = saving._write
 
     def write_late(*arguments: Any) -> None:
         time.sleep(seconds)
         write(*arguments)
 
-    with mock.patch.object(saving, "_write_staged", write_late):
+    with mock.patch.object(saving, "_write", write_late):
         return checkpoint.save_async(folder / "step-2", model, optimizer)
 
 
