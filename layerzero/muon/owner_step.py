@@ -12,6 +12,12 @@ together with the element-wise parameters.
 All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
 run the same collectives. A rank belongs to several owner groups if parameters are on several meshes or are sharded
 along model-parallel axes. All ranks process their groups in the same order.
+
+[Note: Early gather]
+Before any rank updates a parameter, the ranks compare which parameters have gradients. The messages take as long as the
+slowest link. Meanwhile, the masters of the first round of the last step are gathered. All ranks launch this gather,
+whatever gradients they have now. If the first round has changed, its masters are gathered again. There is no early
+gather with several owner groups, because ranks would launch gathers of different groups in different orders.
 """
 
 from __future__ import annotations
@@ -20,12 +26,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,10 +42,11 @@ from layerzero.extend import (
     ManagedParam,
     MeshInfo,
     ModelRanks,
+    PendingCollective,
     RowShardSpec,
     Size,
     StepObserver,
-    all_reduce_over,
+    all_gather_small,
     all_to_all,
     has_peers,
 )
@@ -208,54 +215,87 @@ def _buffer_sizes(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[
     return sizes_by_dtype
 
 
-def step_with_owners(
-    inner: Optimizer,
-    owned: Sequence[OwnedParam],
-    model_ranks: ModelRanks,
-    pool: BufferPool,
-    take_step: Callable[[], Any],
-) -> None:
-    """Step all parameters that have a gradient: `owned` parameters in full, all other parameters by rows.
+class OwnerSteps:
+    """Steps of one optimizer that update all parameters with a gradient: owned ones in full, all others by rows.
 
     Args:
         inner: optimizer whose groups list this rank's rows with their final gradients.
-        model_ranks: ranks that must call this function.
+        model_ranks: ranks that must call the methods.
         pool: pool from which the buffers for full parameters and their gradients are acquired.
-        take_step: function that steps `inner`.
-
-    Raises:
-        RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise the error.
     """
-    turns: list[Iterator[Turn]] = []
-    scalars = [param for param in owned if not param.shape and param.is_owned_by_this_rank and param.owner_has_all_rows]
-    owner_groups = by_owner_group(owned)
-    _require_gradients_alike(owner_groups, model_ranks)
-    for owner_group, members in owner_groups.items():
-        # (parameter to gather in this group, this rank's gradient rows)
-        to_gather: list[tuple[OwnedParam, Tensor]] = []
-        for param in members:
-            gradient = param.master.grad
-            if gradient is None or (param.is_owned_by_this_rank and param.owner_has_all_rows):
-                continue
-            param.master.grad = None
-            if param.is_in_owner_group and not param.owner_has_all_rows:
-                to_gather.append((param, gradient))
-        turns.append(_run_rounds(to_gather, _buffer_sizes(members, owner_group), owner_group, pool))
-    try:
-        for param in scalars:
-            _reshape_master(param, ())
-        step_param_by_param(inner, take_step, chain.from_iterable(turns))
-    finally:
-        for param in scalars:
-            _reshape_master(param, (1,))
-        pool.trim()
+
+    def __init__(self, inner: Optimizer, model_ranks: ModelRanks, pool: BufferPool) -> None:
+        self._inner = inner
+        self._model_ranks = model_ranks
+        self._pool = pool
+        self._expected: _Rounds | None = None  # first rounds of the last step; see [Note: Early gather]
+
+    def forget(self) -> None:
+        """Forget the rounds of the last step, because owners or the optimizer's parameters have changed."""
+        self._expected = None
+
+    def step(self, owned: Sequence[OwnedParam], take_step: Callable[[], Any]) -> None:
+        """Step all parameters that have a gradient.
+
+        Args:
+            take_step: function that steps the optimizer.
+
+        Raises:
+            RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise the error.
+        """
+        scalars = [each for each in owned if not each.shape and each.is_owned_by_this_rank and each.owner_has_all_rows]
+        owner_groups, rounds = by_owner_group(owned), [] if self._expected is None else [self._expected]
+        try:
+            if rounds:
+                rounds[0].begin()
+            _require_gradients_alike(owner_groups, self._model_ranks)
+            gradients, rounds = self._plan_rounds(owner_groups, *rounds)
+            for param in scalars:
+                _reshape_master(param, ())
+            turns = chain.from_iterable(each.run(gradients) for each in rounds)
+            step_param_by_param(self._inner, take_step, turns)
+        finally:
+            for each in rounds:
+                each.end()
+            for param in scalars:
+                _reshape_master(param, (1,))
+            self._pool.trim()
+
+    def _plan_rounds(
+        self, owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], early: _Rounds | None = None
+    ) -> tuple[dict[OwnedParam, Tensor], list[_Rounds]]:
+        """Return the gradients of this rank's rows of the parameters to gather, and the rounds that step them.
+
+        Args:
+            early: rounds that have begun.
+        """
+        gradients: dict[OwnedParam, Tensor] = {}
+        rounds: list[_Rounds] = []
+        for owner_group, members in owner_groups.items():
+            for param in members:
+                gradient = param.master.grad
+                if gradient is None or (param.is_owned_by_this_rank and param.owner_has_all_rows):
+                    continue
+                param.master.grad = None
+                if param.is_in_owner_group and not param.owner_has_all_rows:
+                    gradients[param] = gradient
+            sizes = _buffer_sizes(members, owner_group)
+            for dtype in sorted(sizes, key=str):
+                to_gather = [each for each in members if each in gradients and gradients[each].dtype == dtype]
+                if to_gather:
+                    rounds.append(_Rounds(to_gather, owner_group, dtype, sizes[dtype], self._pool))
+        if early is not None:
+            early.hand_over(rounds)
+        has_one_group = all(len(param.model_owners.groups) == 1 for param in gradients)
+        self._expected = rounds[0] if rounds and has_one_group else None
+        return gradients, rounds
 
 
 def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
     """Raise RuntimeError on all ranks if the ranks of an owner group have gradients for different parameters.
 
-    Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
-    An owner group's contributions sum to 0 if the ranks of the group have gradients for the same parameters.
+    Without this check, ranks could send rows of different parameters to each other. The check sums one number over all
+    ranks. An owner group's contributions sum to 0 if the ranks of the group have gradients for the same parameters.
     """
     own_groups = {
         owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
@@ -269,7 +309,9 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
         identity = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(identity).encode(), digest_size=5).digest(), "little")
         number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
-    all_reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
+    for comm in model_ranks.control_comms:
+        if comm.size > 1:
+            number = all_gather_small(comm, Collective.METADATA, number).wait().sum(0)
     if number.any():
         raise RuntimeError(_gradient_mismatch(own_groups, model_ranks))
 
@@ -307,59 +349,109 @@ def _gradient_mismatch(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], mo
     )
 
 
-def _run_rounds(
-    to_gather: Sequence[tuple[OwnedParam, Tensor]],
-    largest: Mapping[torch.dtype, Sequence[int]],
-    owner_group: OwnerGroup,
-    pool: BufferPool,
-) -> Iterator[Turn]:
-    """Run the rounds of one owner group and yield this rank's turns; see [Note: Owner rounds]."""
-    for dtype in sorted({gradient.dtype for _, gradient in to_gather}, key=str):
-        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
-        for param, gradient in sorted(to_gather, key=lambda one: one[0].step_sort_key):
-            if gradient.dtype == dtype:
-                by_owner[param.place].append((param, gradient))
-        rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
-        buffers = [pool.acquire(numel, dtype) for numel in largest[dtype]]
-        try:
-            for owner_round in rounds:
-                yield from owner_round.run(*buffers)
-        finally:
-            for buffer in buffers:
-                pool.release(buffer)
+class _Rounds:
+    """Rounds of one owner group that step parameters of one dtype; see [Note: Owner rounds].
+
+    Args:
+        sizes: sizes of the buffers, in elements.
+    """
+
+    def __init__(
+        self,
+        to_gather: Iterable[OwnedParam],
+        owner_group: OwnerGroup,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        pool: BufferPool,
+    ) -> None:
+        by_owner: dict[tuple[int, int], list[OwnedParam]] = {place: [] for place in owner_group.order}
+        for param in sorted(to_gather, key=lambda each: each.step_sort_key):
+            by_owner[param.place].append(param)
+        self._rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
+        self._dtype, self._sizes, self._pool = dtype, sizes, pool
+        self._buffers: list[Tensor] = []
+        self._gather: PendingCollective | None = None  # of the masters of the first round
+
+    def begin(self) -> None:
+        """Acquire the buffers, and launch the gather of the masters of the first round."""
+        self._buffers = [self._pool.acquire(numel, self._dtype) for numel in self._sizes]
+        self._gather = self._rounds[0].launch_masters(*self._buffers)
+
+    def hand_over(self, others: Sequence[_Rounds]) -> None:
+        """Hand the buffers and the gather over to the first of `others`, if it begins with the same round. End this."""
+        if others and others[0]._rounds[0].chosen == self._rounds[0].chosen:
+            others[0]._buffers, others[0]._gather = self._buffers, self._gather
+            self._buffers, self._gather = [], None
+        self.end()
+
+    def run(self, gradients: Mapping[OwnedParam, Tensor]) -> Iterator[Turn]:
+        """Run the rounds and yield this rank's turns.
+
+        Args:
+            gradients: gradients of this rank's rows.
+        """
+        if self._gather is None:
+            self.begin()
+        for owner_round in self._rounds:
+            gather, self._gather = self._gather or owner_round.launch_masters(*self._buffers), None
+            yield from owner_round.run(gather, gradients, *self._buffers)
+        self.end()
+
+    def end(self) -> None:
+        """Release the buffers, after the end of a gather that was not used."""
+        if self._gather is not None:
+            with suppress(RuntimeError):  # the next collective raises the error of a failed one
+                self._gather.wait()
+        while self._buffers:
+            self._pool.release(self._buffers.pop())
+        self._gather = None
 
 
 class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: one entry for each rank of the group, in rank order. An entry consists of the parameter that the entry's
-            rank steps, and the gradient of the calling rank's rows. It is None if that rank steps no parameter.
+        chosen: for each rank of the group, in rank order, the parameter that the rank steps, or None.
     """
 
-    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
+    def __init__(self, chosen: Sequence[OwnedParam | None], owner_group: OwnerGroup) -> None:
         s, _ = owner_group.place
-        own_pair = chosen[owner_group.communicator.rank]
-        self._chosen = [each for each in chosen if each is not None]
-        self._own_param = None if own_pair is None else own_pair[0]
-        self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
-        self._from_each = [0 if own_pair is None else own_pair[0].numel_on(peer) for peer, _ in owner_group.order]
+        self.chosen = [each for each in chosen if each is not None]
+        self._own_param = own_param = chosen[owner_group.communicator.rank]
+        self._to_each = [0 if each is None else each.numel_on(s) for each in chosen]
+        self._from_each = [0 if own_param is None else own_param.numel_on(peer) for peer, _ in owner_group.order]
         self._comm, self._zero3_rank = owner_group.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
-    def run(self, full: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
+    def launch_masters(
+        self, full: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None
+    ) -> PendingCollective:
+        """Launch the gather of the masters, with the buffers of :meth:`run`."""
+        return self._launch_gather(full, rows, received, [param.member.master for param in self.chosen])
+
+    def run(
+        self,
+        masters: PendingCollective,
+        gradients: Mapping[OwnedParam, Tensor],
+        full: Tensor,
+        gradient: Tensor,
+        rows: Tensor,
+        received: Tensor | None = None,
+    ) -> Iterator[Turn]:
         """Gather the parameter that this rank steps, yield its turn, and scatter its rows after the step.
 
         Args:
+            masters: gather of the masters, which uses the buffers.
+            gradients: gradients of this rank's rows.
             full: 1-D buffer for the full parameter.
             gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
             received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
         """
+        self._wait_for_gather(masters, full, received)
+        pending = self._launch_gather(gradient, rows, received, [gradients[param] for param in self.chosen])
+        self._wait_for_gather(pending, gradient, received)
         full, gradient, rows = full[: self.received], gradient[: self.received], rows[: self.sent]
-        received = None if received is None else received[: self.received]
-        self._gather_rows(full, rows, received, [param.member.master for param, _ in self._chosen])
-        self._gather_rows(gradient, rows, received, [part for _, part in self._chosen])
         if self._own_param is not None:
             member, master = self._own_param.member, self._own_param.master
             master.data, master.grad = full.view(self._own_param.shape), gradient.view(self._own_param.shape)
@@ -368,23 +460,30 @@ class _OwnerRound:
             finally:
                 master.grad = None
                 master.data = member.master
+        sent = full
         if received is not None:
-            for target, part in self._iter_received_rows(full, received):
+            sent = received[: self.received]
+            for target, part in self._iter_received_rows(full, sent):
                 target.copy_(part)
-        sent = full if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
         all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._param_name).wait()
-        for part, (param, _) in zip(self._split_rows(rows), self._chosen, strict=True):
+        for part, param in zip(self._split_rows(rows), self.chosen, strict=True):
             param.member.master.copy_(part.view(param.member.master.shape))
 
-    def _gather_rows(self, full: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
+    def _launch_gather(
+        self, full: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]
+    ) -> PendingCollective:
+        rows = rows[: self.sent]
         for piece, part in zip(self._split_rows(rows), parts, strict=True):
             piece.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
-        target = full if received is None else received
-        all_to_all(self._comm, Collective.OWNER_GATHER, target, rows, **splits, name=self._param_name).wait()
+        target = (full if received is None else received)[: self.received]
+        return all_to_all(self._comm, Collective.OWNER_GATHER, target, rows, **splits, name=self._param_name)
+
+    def _wait_for_gather(self, pending: PendingCollective, full: Tensor, received: Tensor | None) -> None:
+        pending.wait()
         if received is not None:
-            for piece, part in self._iter_received_rows(full, received):
+            for piece, part in self._iter_received_rows(full[: self.received], received[: self.received]):
                 part.copy_(piece)
 
     @property
@@ -400,4 +499,4 @@ class _OwnerRound:
 
     def _split_rows(self, rows: Tensor) -> Sequence[Tensor]:
         """Split the buffer of this rank's rows into one piece for each parameter in the round."""
-        return torch.split(rows, [each.numel_on(self._zero3_rank) for each, _ in self._chosen])
+        return torch.split(rows, [each.numel_on(self._zero3_rank) for each in self.chosen])

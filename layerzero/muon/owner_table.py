@@ -30,7 +30,7 @@ from layerzero.muon.owner_groups import (
 )
 from layerzero.muon.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.muon.owner_state import add_remote_owner_state
-from layerzero.muon.owner_step import GroupKey, ModelOwners, OwnedParam, peak_buffer_counts, step_with_owners
+from layerzero.muon.owner_step import GroupKey, ModelOwners, OwnedParam, OwnerSteps, peak_buffer_counts
 from layerzero.muon.split_step import step_param_by_param
 
 __all__ = ["OwnerTable", "owners_of", "step_param_by_param"]
@@ -59,6 +59,7 @@ class OwnerTable(UpdateRule):
         self._lz_state = lz_state
         self._model_owners = owners_of(lz_state)
         self._inner = inner
+        self._steps = OwnerSteps(inner, lz_state.ranks, lz_state.pools.scratch)
         self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
         candidates = [
@@ -95,11 +96,12 @@ class OwnerTable(UpdateRule):
         self._reserve_buffers()
 
     def _reserve_buffers(self) -> None:
-        """Register the buffers that rounds use with the scratch pool.
+        """Register the buffers that rounds use with the scratch pool, after parameters or owners have changed.
 
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
+        self._steps.forget()
         self._lz_state.pools.scratch.add_predicted(peak_buffer_counts(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
@@ -107,8 +109,7 @@ class OwnerTable(UpdateRule):
         if not self.owned:
             super().step(take_step)
             return
-        lz_state = self._lz_state
-        step_with_owners(self._inner, list(self.owned.values()), lz_state.ranks, lz_state.pools.scratch, take_step)
+        self._steps.step(list(self.owned.values()), take_step)
 
     def add_remote_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
+from layerzero.comm.collectives import Collective
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.weight_storage import WeightStorage
+from layerzero.extend import StepObserver, attach
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.muon import owner_table
 from layerzero.muon.owner_table import owners_of
@@ -40,7 +43,18 @@ from tests.muon.test_owner_meshes import (
     tensor_parallel,
 )
 from tests.muon.test_owner_state import state_alone, whole_state
-from tests.support.models import IntegerNet, different, full_parameters, integer_batch, integer_loss, integer_net, union
+from tests.muon.test_owner_step import Wide
+from tests.muon.test_owner_step import rows as wide_rows
+from tests.support.models import (
+    IntegerNet,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
 
 # A second optimizer over the same parameters
@@ -148,6 +162,45 @@ def test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks(
     optimizer.zero_grad()
     steps_of(model, [optimizer], batches, range(1), 2.0)
     assert not different(full_parameters(model), dict(alone("SGD", 1)[0].named_parameters()))
+
+
+class Messages(StepObserver):
+    """Records the comparisons of gradients that ranks launch, and the gathers of masters in flight meanwhile."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.during: list[int] = []  # for each comparison along an axis: number of gathers in flight
+
+    def launched(self, works: Any) -> None:
+        self.in_flight += works.launched.collective is Collective.OWNER_GATHER
+        if works.launched.collective is Collective.METADATA:
+            self.during.append(self.in_flight)
+
+    def done(self, works: Any) -> None:
+        self.in_flight -= works.launched.collective is Collective.OWNER_GATHER
+
+
+@on_ranks()
+def test_ranks_compare_their_gradients_while_masters_are_gathered(rank: int) -> None:
+    """In the third step, the parameters of the first round have no gradient. The fourth is an error on all ranks."""
+    model, net, messages = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS), Wide(), Messages()
+    ours, theirs = owned_sgd(model), exact_sgd(net.parameters())
+    attach(model, messages)
+    for step, gathers in enumerate((0, 1, 1, 1)):
+        for each in range(4):
+            (net(wide_rows(each, step)) * 0.25).backward()
+        model(wide_rows(rank, step)).backward()
+        for module in (model, net) if step == 2 else (model,) if step == 3 and rank == 0 else ():
+            for parameter in matrices(module):
+                parameter.grad = None
+        messages.during.clear()
+        with pytest.raises(RuntimeError, match=r"a gradient on . of the 2 ranks") if step == 3 else nullcontext():
+            ours.step()
+        assert messages.during[:2] == [gathers] * 2 and messages.in_flight == 0, step
+        if step < 3:
+            theirs.step()
+        assert not different(full_parameters(model), dict(net.named_parameters())), step
+        ours.zero_grad(), theirs.zero_grad()
 
 
 # Process groups
