@@ -15,9 +15,11 @@ the ranks of a group when the group is created, even if it is never used. Other 
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agreed
 from layerzero.comm.collectives import Communicator, backend_of, connect
-from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group
+from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group, option_values
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.layout.shard_grid import ShardGrid
+from layerzero.utils.torch_compat import copy_options
 
 AXES = ("replica", "zero3")
 _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
@@ -56,7 +59,7 @@ class MeshInfo:
     # Collectives along these communicators, in this order, reduce over all ranks of the model. Empty until
     # ModelRanks sets them.
     over_model: tuple[Communicator, ...] = ()
-    _among: dict[int, Communicator] = field(default_factory=dict)  # by number of ranks; see subgroup_comm
+    subgroup_comms: dict[int, Communicator] = field(default_factory=dict)  # by number of ranks; see subgroup_comm
 
     @property
     def zero3_size(self) -> int:
@@ -90,19 +93,19 @@ class MeshInfo:
 
         The first call with a given value of `ranks` creates the communicator. All ranks must make that call.
         """
-        if ranks not in self._among:
+        if ranks not in self.subgroup_comms:
             first = self.grid.zero3_rank // ranks * ranks
             block = slice(first, first + ranks)
-            self._among[ranks] = self._comm_like(self.zero3_gather_comm, f"zero3 gather of {ranks}", block)
-            self._connect(self._among[ranks])
-        return self._among[ranks]
+            self.subgroup_comms[ranks] = self._comm_like(self.zero3_gather_comm, f"zero3 gather of {ranks}", block)
+            self._connect(self.subgroup_comms[ranks])
+        return self.subgroup_comms[ranks]
 
     def connect(self) -> None:
         """Connect the communicators that collectives of a step use. All ranks of the mesh must call this method.
 
         If the groups of the model are deferred, they must be created first.
         """
-        self._connect(self.zero3_gather_comm, self.zero3_reduce_comm, self.replica_comm, *self._among.values())
+        self._connect(self.zero3_gather_comm, self.zero3_reduce_comm, self.replica_comm, *self.subgroup_comms.values())
 
     def _connect(self, *comms: Communicator) -> None:
         for comm in () if self.groups.deferred else comms:
@@ -171,7 +174,9 @@ class MeshInfo:
         return mesh_info
 
 
-def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
+def init_mesh(
+    zero3_size: int | None = None, device_type: str | None = None, *, pg_options: Mapping[str, Any] | None = None
+) -> DeviceMesh:
     """Create a mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
@@ -179,11 +184,15 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
             ranks per node. The value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If
             `zero3_size` is None, S is the number of ranks per node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, otherwise the CPU.
+        pg_options: torch's options of process groups by axis, such as ``{"replica": ProcessGroupNCCL.Options()}``. The
+            groups of models on this mesh get copies. The timeout is that of the default group. By default, the options
+            are those of the default group.
 
     Raises:
         TypeError: `zero3_size` is not an int.
-        ValueError: `zero3_size` does not divide the world size, ranks pass different values, or `zero3_size` is None
-            and ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size.
+        ValueError: `zero3_size` does not divide the world size, ranks pass different values, `zero3_size` is None
+            and ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size, or `pg_options` do not fit the
+            backend or the axes.
         RuntimeError: torch.distributed is not initialized.
 
     Example::
@@ -194,11 +203,17 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
-    return mesh_of_ranks(range(dist.get_world_size()), zero3_size, device_type or default_device_type())
+    kind = device_type or default_device_type()
+    return mesh_of_ranks(range(dist.get_world_size()), zero3_size, kind, pg_options=pg_options)
 
 
 def mesh_of_ranks(
-    ranks: Sequence[int], zero3_size: int | None, device_type: str, *, caller: str = "init_mesh"
+    ranks: Sequence[int],
+    zero3_size: int | None,
+    device_type: str,
+    *,
+    caller: str = "init_mesh",
+    pg_options: Mapping[str, Any] | None = None,
 ) -> DeviceMesh:
     """Create a mesh of the given `ranks`, which must be in ascending order; see :func:`init_mesh`.
 
@@ -212,10 +227,34 @@ def mesh_of_ranks(
         table = torch.tensor(ranks).view(world // size, size)
         row, column = _row_and_column_ranks(table)
         fields["zero3_size"] = repr(size)
+        options = _copied_options(pg_options or {}, device_type)
+        fields["pg_options"] = {axis: option_values(each) for axis, each in options.items()}
         groups |= group_count_fields(row, column)
     world_group = dist.group.WORLD
     assert world_group is not None
-    return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
+    zero3_group = mesh_group(row, like=world_group, device_type=device_type, options=options.get("zero3"))
+    return _mesh_over(table, zero3_group, device_type, options.get("replica") or copy_options(world_group, device_type))
+
+
+def _copied_options(pg_options: Mapping[str, Any], device_type: str) -> dict[str, Any]:
+    """Return copies of the options by axis.
+
+    Raises:
+        ValueError: the mesh has no such axis, or the backend has other options or none.
+    """
+    if not isinstance(pg_options, Mapping) or not pg_options.keys() <= set(AXES):
+        raise ValueError(f"pg_options must map axes of the mesh, {AXES}, to options, got {pg_options!r}")
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    for axis, options in pg_options.items():
+        backend = backend_of(world_group, device_type)
+        if backend == "gloo" or getattr(options, "backend", "") != backend:
+            raise ValueError(
+                f"pg_options[{axis!r}] is of the type {type(options).__name__}, but groups on {device_type} have the "
+                f"backend {backend}{', which has no options' if backend == 'gloo' else ''}. Pass options of that "
+                "backend (for nccl, torch.distributed.ProcessGroupNCCL.Options()), or leave them out"
+            )
+    return {axis: copy.deepcopy(options) for axis, options in pg_options.items()}
 
 
 def _resolve_zero3_size(zero3_size: int | None, world: int) -> int:
@@ -275,13 +314,15 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero3_group):
         device_type = "cpu"
-    return _mesh_over(table, zero3_group, device_type)
+    return _mesh_over(table, zero3_group, device_type, copy_options(zero1_group, device_type))
 
 
-def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+def _mesh_over(
+    table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str, replica_options: Any
+) -> DeviceMesh:
     """Create the mesh of the ranks in `table` [R, S], with a process group for this rank's column."""
     _, column = _row_and_column_ranks(table)
-    replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
+    replica_group = mesh_group(column, like=zero3_group, device_type=device_type, options=replica_options)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
 
 

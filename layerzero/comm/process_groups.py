@@ -35,9 +35,15 @@ backends stay in the queue until all of their ranks have released them, and are 
 ranks. Until then they stay in torch's tables, so ``destroy_process_group()`` destroys any that are left.
 
 [Note: Groups of meshes]
-The groups of a mesh are created once for each combination of ranks, backend and timeout. These groups exist until
-``destroy_process_group()``, like the groups of torch's ``init_device_mesh``. DTensor's caches compare meshes by their
-ranks and may return specs that contain the mesh of an earlier model, so the groups of that mesh must still work.
+The groups of a mesh are created once for each combination of ranks, backends, timeout and options. These groups exist
+until ``destroy_process_group()``, like the groups of torch's ``init_device_mesh``. DTensor's caches compare meshes by
+their ranks and may return specs that contain the mesh of an earlier model, so the groups of that mesh must still work.
+
+[Note: Backends and options of groups]
+After ``init_process_group("cpu:gloo,cuda:nccl")``, a group has a backend for each device type, and gloo connects all
+pairs of ranks when the group is created. Therefore a group of a model has only the backend of its messages. The groups
+of a mesh also run collectives of the user and of DTensor, and keep all backends. A group of a model copies the options
+(such as NCCL's ``max_ctas``) of the mesh's group along the same axis.
 """
 
 from __future__ import annotations
@@ -52,13 +58,22 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from layerzero.device.streams import Waitable
-from layerzero.utils.torch_compat import backend_timeout, create_group, forget_group, hide_group, is_known_group
+from layerzero.utils.torch_compat import (
+    backend_timeout,
+    copy_options,
+    create_group,
+    forget_group,
+    hide_group,
+    is_known_group,
+)
 
 CLOSED = (
     "the model was closed: layerzero.close has released its process groups, threads and memory. Close a model after "
@@ -253,19 +268,36 @@ class ModelGroups:
 
     def __init__(self, *, deferred: bool = False) -> None:
         self.deferred = deferred
-        self._waiting: list[tuple[HeldGroup, dist.ProcessGroup, str, str]] = []  # arguments of `_create`
+        self._waiting: list[tuple[HeldGroup, Callable[[], tuple[dist.ProcessGroup, Store]]]] = []
         self._held: list[HeldGroup] = []
         self._finalizer = weakref.finalize(self, _enqueue, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
 
-    def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
+    def new(
+        self,
+        ranks: Sequence[int],
+        *,
+        like: dist.ProcessGroup,
+        device_type: str,
+        backend: str = "",
+        min_timeout: timedelta = timedelta(0),
+    ) -> HeldGroup:
         """Create a group that is released with the model.
 
         All members of the group must call this method, in the same order relative to other groups.
+
+        Args:
+            like: group from which the new group has its backend, timeout and options. See [Note: Backends and options
+                of groups].
+            device_type: device type of the tensors that the group sends.
+            backend: another backend, which gets no options.
+            min_timeout: minimum of the timeout, even if that of `like` is shorter.
         """
-        backends = str(dist.BackendConfig(dist.Backend(backend or dist.get_backend_config(like))))
-        held = HeldGroup(sorted(ranks), backends)
-        self._waiting.append((held, like, device_type, backend))
+        config = backend or _config_on(like, device_type)
+        held = HeldGroup(sorted(ranks), str(dist.BackendConfig(dist.Backend(config))))
+        timeout = max(backend_timeout(like, device_type) or timedelta(0), min_timeout) or None
+        options = None if backend else copy_options(like, device_type)
+        self._waiting.append((held, partial(_create_group, held.ranks, config, timeout=timeout, options=options)))
         if not self.deferred:
             self.create_deferred()
         return held
@@ -274,14 +306,11 @@ class ModelGroups:
         """Create the groups whose creation was deferred, and create later groups at once."""
         self.deferred = False
         while self._waiting:
-            self._create(*self._waiting.pop(0))
-
-    def _create(self, held: HeldGroup, like: dist.ProcessGroup, device_type: str, backend: str) -> None:
-        group, store = _create_group(held.ranks, like=like, device_type=device_type, backend=backend)
-        held.set_group(group, store)
-        self._held.append(held)
-        if held.is_local:
-            hide_group(group)
+            held, create = self._waiting.pop(0)
+            held.set_group(*create())
+            self._held.append(held)
+            if held.is_local:
+                hide_group(held.group)
 
     def abandon(self) -> None:
         """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""
@@ -320,18 +349,42 @@ def drop_idle_groups() -> None:
         _RELEASED.pop(name).drop()
 
 
-def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+def mesh_group(
+    ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, options: Any = None
+) -> dist.ProcessGroup:
     """Return the group that meshes use for `ranks`; see [Note: Groups of meshes].
 
-    The first call creates the group, with the backend and timeout of `like`. Only the members of the group call this
-    function, and they must create their groups in the same order. See [Note: Group creation by members only].
+    The first call creates the group, with the backends and the timeout of `like`. Only the members of the group call
+    this function, and they must create their groups in the same order. See [Note: Group creation by members only].
+
+    Args:
+        options: options of the group's backend for `device_type`. None: a copy of those of `like`.
     """
-    key = (tuple(sorted(ranks)), dist.get_backend_config(like), backend_timeout(like, device_type))
+    config, timeout = dist.get_backend_config(like), backend_timeout(like, device_type)
+    options = options or copy_options(like, device_type)
+    key = (tuple(sorted(ranks)), config, timeout, repr(option_values(options)))
     group = _MESH_GROUPS.get(key)
     if group is None or not is_known_group(group):
-        group, _ = _create_group(ranks, like=like, device_type=device_type, backend="")
+        group, _ = _create_group(ranks, config, timeout=timeout, options=options)
         _MESH_GROUPS[key] = group
     return group
+
+
+def option_values(options: Any) -> dict[str, object]:
+    """Return the names and values of those options of a group that ranks can compare."""
+    return {
+        name: value
+        for each in (options, getattr(options, "config", None))  # NCCL's configuration
+        for name in dir(each)
+        if not name.startswith(("_", "group_", "split_color")) and isinstance(value := getattr(each, name), (int, str))
+    }
+
+
+def _config_on(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the backends of a group, without those of other device types if these have others."""
+    config = dist.get_backend_config(group)
+    backends = dict(entry.split(":") for entry in config.split(","))
+    return config if len(set(backends.values())) == 1 else f"{device_type}:{backends[device_type]}"
 
 
 def group_count_fields(*members: Sequence[int]) -> dict[str, dict[str, object]]:
@@ -376,19 +429,15 @@ def _name_counts() -> Counter[tuple[int, ...]]:
 
 
 def _create_group(
-    ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str
+    ranks: Sequence[int], config: str, *, timeout: timedelta | None, options: Any
 ) -> tuple[dist.ProcessGroup, Store]:
-    """Create a group of `ranks` and return it with its part of the store."""
+    """Create a group of `ranks` with the backends `config`, and return it with its part of the store."""
     members = sorted(ranks)
     names = _name_counts()
     names[tuple(members)] += 1
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return create_group(
-        members,
-        f"layerzero/{digest}/{names[tuple(members)]}",
-        backend=backend or dist.get_backend_config(like),
-        timeout=backend_timeout(like, device_type),
-    )
+    name = f"layerzero/{digest}/{names[tuple(members)]}"
+    return create_group(members, name, backend=config, timeout=timeout, options=options)
 
 
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()

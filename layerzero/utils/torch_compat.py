@@ -11,6 +11,7 @@ oldest and the newest version.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ __all__ = [
     "backend_timeout",
     "can_move_data",
     "compute_local_shape_and_global_offset",
+    "copy_options",
     "create_group",
     "current_graph_task",
     "current_groups",
@@ -185,7 +187,7 @@ def is_known_group(group: dist.ProcessGroup | None) -> bool:
 
 
 def create_group(
-    members: Sequence[int], name: str, *, backend: str, timeout: timedelta | None
+    members: Sequence[int], name: str, *, backend: str, timeout: timedelta | None, options: Any = None
 ) -> tuple[dist.ProcessGroup, Store]:
     """Create a group with a chosen name, by its members only, and return it with its part of the store.
 
@@ -196,8 +198,12 @@ def create_group(
         members: ranks in ascending order.
         backend: backend, or configuration of backends.
         timeout: timeout of the collectives. None: the default of the backend.
+        options: ``pg_options`` of torch, which only this group uses. None: the default of the backend.
     """
     chosen = Backend(backend)
+    timeout = timeout or _get_default_timeout(chosen)
+    if options is not None:
+        options._timeout = timeout  # torch warns if it differs
     with _without_group_split():
         group, store = _new_process_group_helper(
             len(members),
@@ -206,12 +212,14 @@ def create_group(
             chosen,
             default_store(),
             name,  # type: ignore[arg-type]
-            timeout=timeout or _get_default_timeout(chosen),
+            backend_options=options,
+            timeout=timeout,
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
-    if set(dist.BackendConfig(chosen).device_backend_map.values()) == {"gloo"}:
-        # torch sets no default if a backend plugin is registered (importing FSDP registers one), and warns later.
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backends = set(dist.BackendConfig(chosen).device_backend_map.values())
+    if len(backends) == 1:
+        # torch sets none, or gloo, if a backend plugin is registered (importing FSDP registers one), and warns later.
+        group._set_default_backend(Backend.backend_type_map[backends.pop()])
     _world().pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group, store
 
@@ -258,6 +266,21 @@ def backend_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | N
     except (AttributeError, RuntimeError):  # the base class of backends raises if there are no options
         return None
     return timeout
+
+
+def copy_options(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Return a copy of the options of the group's backend, for another group, or None if they cannot be copied.
+
+    NCCL's options can be copied, as ``split_group`` does. A group writes its name and ranks to its options, and a copy
+    that kept `split_from` would split the parent of `group`, which needs all of the parent's ranks.
+    """
+    try:
+        options: Any = copy.deepcopy(group._get_backend(torch.device(device_type)).options)
+    except (AttributeError, RuntimeError, TypeError):  # no options, as above, or options that cannot be copied (gloo)
+        return None
+    if getattr(options, "split_from", None) is not None:
+        options.split_from = None
+    return options
 
 
 def launches_of(group: Any) -> int:
