@@ -26,7 +26,7 @@ from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoi
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.extend import LayerZeroState, ParamView, get_state
+from layerzero.extend import CHECKPOINT_TIMEOUT, LayerZeroState, ParamView, get_state
 
 _LOG = logging.getLogger("layerzero")
 _OTHER_MODEL = "Use a separate folder for each model"
@@ -165,7 +165,7 @@ def prepare_load_from(
         if restore.problems and strict:
             raise ValueError(escape_unprintable(_mismatch_message(path, optimizer, restore)))
     assert source is not None and restore is not None
-    with agreed("checkpoint.load", lz_state):
+    with agreed("checkpoint.load", lz_state, min_timeout=CHECKPOINT_TIMEOUT):
         source.read(restore.tensors, restore.in_place)
         if tied_problems := restore.tied_weight_problems():
             raise ValueError(escape_unprintable("; ".join(tied_problems)))
@@ -210,7 +210,7 @@ class PreparedLoad:
             "or another checkpoint before you continue"
         )
         self._set_load_errors(message, message)
-        with agreed("checkpoint.load", lz_state):
+        with agreed("checkpoint.load", lz_state, min_timeout=CHECKPOINT_TIMEOUT):
             try:
                 self.source.reread()
             except Exception as error:

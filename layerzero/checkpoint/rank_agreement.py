@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
@@ -25,11 +26,20 @@ _HANDLED = (
 
 
 @contextmanager
-def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] | None = None) -> Iterator[None]:
+def agreed(
+    subject: str,
+    lz_state: LayerZeroState,
+    fields: Mapping[str, object] | None = None,
+    *,
+    min_timeout: timedelta = timedelta(0),
+) -> Iterator[None]:
     """Run the body on all ranks, and raise an error on all ranks if the body failed on any rank or `fields` differ.
 
     The body may add entries to `fields`. In contrast to :func:`layerzero.extend.agreed`, all ranks raise an error of a
     class that callers handle, and the loss of a rank is raised at once.
+
+    Args:
+        min_timeout: see :func:`layerzero.extend.require_equal`.
 
     Raises:
         ValueError: `fields` differ between ranks.
@@ -45,7 +55,8 @@ def agreed(subject: str, lz_state: LayerZeroState, fields: Mapping[str, object] 
     except Exception as error:
         failure = error
     try:
-        require_equal(subject, {} if fields is None else fields, ranks=lz_state.ranks.ranks, failure=failure)
+        ranks = lz_state.ranks.ranks
+        require_equal(subject, dict(fields or {}), ranks=ranks, failure=failure, min_timeout=min_timeout)
     except RuntimeError as error:
         for kind in _HANDLED:  # so that all ranks can try another checkpoint or another path
             if failure is None and f"failed with {kind.__name__}:" in str(error):

@@ -27,6 +27,10 @@ from layerzero.comm.failure_report import RankStatus, format_ranks, publish_stat
 from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
 from layerzero.utils.torch_compat import default_store
 
+# Minimum of timeouts while ranks write or read the files of a checkpoint, which may take one rank longer than others.
+# Other waits have the timeout of the default group, so that a rank that does not take part is reported early.
+CHECKPOINT_TIMEOUT = timedelta(hours=1)
+
 _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # name of the group of all ranks
@@ -52,7 +56,7 @@ def require_equal(
     ranks: Sequence[int],
     groups: Mapping[str, Mapping[str, object]] | None = None,
     failure: Exception | None = None,
-    timeout: timedelta | None = None,
+    min_timeout: timedelta = timedelta(0),
     advice: str = "",
     detail: str = "",
 ) -> None:
@@ -65,7 +69,7 @@ def require_equal(
             the same `ranks` must also have the same order on every rank.
         groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
         failure: error to raise on this rank, or None. The other ranks then raise an error that quotes this error.
-        timeout: maximum time to wait for the other ranks; by default the timeout of the store.
+        min_timeout: time to wait for the other ranks, if the timeout of the store is shorter.
         advice: advice for the user, appended to the message if the ranks disagree. It is separate from `subject`,
             because other messages also quote the subject.
         detail: what this rank's operation is about, which may differ between ranks. The message contains it if the
@@ -80,7 +84,7 @@ def require_equal(
             raise failure
         return
     try:
-        verdict = _exchange_fields(subject, detail, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
+        verdict = _exchange_fields(subject, detail, {**(groups or {}), _ALL: fields}, ranks, failure, min_timeout)
     except RuntimeError as error:
         if failure is None:
             raise
@@ -123,11 +127,11 @@ def _exchange_fields(
     groups: Mapping[str, Mapping[str, object]],
     ranks: Sequence[int],
     failure: Exception | None,
-    timeout: timedelta | None,
+    min_timeout: timedelta,
 ) -> str:
     """Publish the fields of this rank and return the first rank's verdict. See [Note: Lifetime of store keys]."""
     store = default_store()
-    timeout = timeout or store.timeout  # type: ignore[attr-defined]
+    timeout: timedelta = max(store.timeout, min_timeout)  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:

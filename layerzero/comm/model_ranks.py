@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.agreement import require_equal
+from layerzero.comm.agreement import CHECKPOINT_TIMEOUT, require_equal
 from layerzero.comm.collectives import Collective, Communicator, all_reduce, broadcast, connect
 from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
@@ -124,7 +125,9 @@ class ModelRanks:
     def new_control_comms(
         self, subject: str, members: Sequence[Sequence[int]], groups: ModelGroups
     ) -> list[Communicator]:
-        """Create gloo communicators for separate threads. All ranks must call this method.
+        """Create gloo communicators for checkpoints, which separate threads use. All ranks must call this method.
+
+        Their timeout is at least CHECKPOINT_TIMEOUT.
 
         Args:
             subject: purpose, which starts the message if other ranks create other groups.
@@ -134,10 +137,8 @@ class ModelRanks:
         """
         require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(*members))
         like, counters = self.mesh_info.zero3_control_comm.group, TrafficCounters()  # which other threads may update
-        return [
-            Communicator.over(subject, "control", _new_gloo_group(groups, ranks, like), counters, "cpu")
-            for ranks in members
-        ]
+        new = [_new_gloo_group(groups, ranks, like, CHECKPOINT_TIMEOUT) for ranks in members]
+        return [Communicator.over(subject, "control", group, counters, "cpu") for group in new]
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +228,8 @@ def _comms_along(model_parallel_mesh: DeviceMesh, mesh_info: MeshInfo) -> tuple[
     return comms
 
 
-def _new_gloo_group(groups: ModelGroups, ranks: Sequence[int], like: dist.ProcessGroup) -> HeldGroup:
+def _new_gloo_group(
+    groups: ModelGroups, ranks: Sequence[int], like: dist.ProcessGroup, min_timeout: timedelta = timedelta(0)
+) -> HeldGroup:
     backend = dist.get_backend_config(like).split(",")[0].split(":")[1]
-    return groups.new(ranks, like=like, device_type="cpu", backend=backend)
+    return groups.new(ranks, like=like, device_type="cpu", backend=backend, min_timeout=min_timeout)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.checkpoint import safetensors_files
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import mesh_of, on_ranks, run_ranks
@@ -62,6 +65,30 @@ def test_adamw_resumes_with_the_bits_of_a_run_that_never_stopped(tmp_path: Path)
     expected = run_ranks(_save, path, 2, True)[0]
     for world_size in (4, 2):
         run_ranks(_resume, path, 2, True, expected, world_size=world_size)
+
+
+def _slow_on_rank_1(owner: Any, name: str) -> Any:
+    """Patch a function to take longer on rank 1 than the timeout of the default group."""
+    function = getattr(owner, name)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(8 * dist.get_rank())
+        return function(*args)
+
+    return mock.patch.object(owner, name, slow)
+
+
+@pytest.mark.slow
+@on_ranks(world_size=2, pg_timeout=6)
+def test_one_rank_may_write_and_read_longer_than_the_timeout_of_the_default_group(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded_net(2, steps=1)
+    expected = everything(model, optimizer)
+    with _slow_on_rank_1(safetensors_files, "write_file"):
+        checkpoint.save(tmp_path / "one", model, optimizer)
+    train(model, optimizer, range(1, 2))
+    with _slow_on_rank_1(safetensors_files.CheckpointFiles, "read"):
+        checkpoint.load(tmp_path / "one", model, optimizer)
+    assert not different(everything(model, optimizer), expected)
 
 
 def _sizes(rank: int, path: str, zero3_size: int) -> int:
