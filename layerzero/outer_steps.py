@@ -43,6 +43,7 @@ from layerzero.extend import (
     Handle,
     LayerZeroState,
     ManagedParam,
+    Message,
     ParamRows,
     PendingCollective,
     StepObserver,
@@ -207,7 +208,7 @@ def _agree_and_connect(
     kind = lz_state.mesh_info.mesh.device_type
     group = lz_state.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
     comm = Communicator.over("sites", "site", group, lz_state.mesh_info.counters, kind)
-    connect(comm, lz_state.mesh_info.device)
+    connect(comm, lz_state.mesh_info.device, [Message("all_gather"), Message("all_reduce")])
     return comm
 
 

@@ -42,12 +42,12 @@ during the collective, so the collective must only read it. In this case, broadc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ from layerzero.utils.torch_compat import backend_timeout
 __all__ = [
     "Collective",
     "Communicator",
+    "Message",
     "PendingCollective",
     "PendingReduction",
     "PendingSmallGather",
@@ -80,7 +81,6 @@ __all__ = [
     "broadcast",
     "broadcast_group",
     "connect",
-    "connect_pairs",
     "encoded_buffer_sizes",
     "encoded_reduce_scatter",
     "launching",
@@ -144,6 +144,11 @@ class Communicator:
     def uses_streams(self) -> bool:
         """True if collectives run on streams of the engine; see [Note: Collectives on streams of the engine]."""
         return self.stream_device is not None
+
+    @property
+    def connects_on_use(self) -> bool:
+        """True if the backend connects the ranks at their first collective. gloo connects them when it is created."""
+        return self.size > 1 and not self.held_group.is_local
 
     @cached_property
     def stream(self) -> DeviceStream:
@@ -690,30 +695,40 @@ def all_gather_small(
         return PendingSmallGather(launched.attach_transfers(work), received.view(comm.size, -1), sent)
 
 
-def connect(comm: Communicator, device: torch.device) -> None:
-    """Connect a communicator by running a tiny gather and a tiny reduction, if its backend connects on first use.
+class Message(NamedTuple):
+    """Largest message of an operation, for :func:`connect`."""
 
-    ``ncclCommInit`` allocates memory and blocks the host until all ranks have called it. Therefore it must not run in
-    the first backward pass, near the peak of memory usage. All ranks of the communicator must call this function.
+    operation: str  # "all_gather", "reduce_scatter", "all_to_all" or "all_reduce"
+    numel: int = 1  # number of elements of the input or the output, whichever is longer
+    dtype: torch.dtype = torch.float32
+
+
+def connect(
+    comm: Communicator,
+    device: torch.device,
+    messages: Iterable[Message] = (Message("all_gather"), Message("reduce_scatter")),
+) -> None:
+    """Run operations with one element per rank and with their largest message, if the backend connects on first use.
+
+    ``ncclCommInit`` allocates memory and blocks the host until all ranks have called it. NCCL also connects ranks and
+    allocates memory when an operation first uses an algorithm, which depends on the size of the message. This must not
+    happen in the first step, near the peak of memory usage. All ranks of the communicator must call this function.
     """
-    if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
+    if not comm.connects_on_use:
         return
     _wait_for_last(comm.held_group)
-    part = torch.zeros(1, device=device)
-    full = torch.zeros(comm.size, device=device)
-    _all_gather_flat(full, part, group=comm.group)
-    if comm.sums_locally:
-        connect_pairs(comm, device)
-    else:
-        _reduce_scatter_flat(part, full, group=comm.group)
+    for operation, numel, dtype in messages:
+        for length in dict.fromkeys((1, -(-numel // comm.size))):
+            full = torch.zeros(length * comm.size, dtype=dtype, device=device)
+            _OPERATIONS[operation](full, full[:length].clone(), comm.group)
 
 
-def connect_pairs(comm: Communicator, device: torch.device) -> None:
-    """Connect each pair of ranks by running a tiny all-to-all, for which NCCL uses separate channels."""
-    if comm.size > 1 and not comm.held_group.is_local:
-        _wait_for_last(comm.held_group)
-        full = torch.zeros(comm.size, device=device)
-        dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor, dist.ProcessGroup], object]] = {
+    "all_gather": lambda full, part, group: _all_gather_flat(full, part, group=group),
+    "reduce_scatter": lambda full, part, group: _reduce_scatter_flat(part, full, group=group),
+    "all_to_all": lambda full, part, group: dist.all_to_all_single(torch.empty_like(full), full, group=group),
+    "all_reduce": lambda full, part, group: dist.all_reduce(full, group=group),
+}
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

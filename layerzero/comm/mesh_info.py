@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agreed
-from layerzero.comm.collectives import Communicator, backend_of, connect
+from layerzero.comm.collectives import Communicator, Message, backend_of, connect
 from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group, option_values
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.accelerator import compute_device, default_device_type
@@ -109,7 +109,7 @@ class MeshInfo:
 
     def _connect(self, *comms: Communicator) -> None:
         for comm in () if self.groups.deferred else comms:
-            connect(comm, self.device)
+            connect(comm, self.device, [Message("all_gather")])  # other operations: sharding/connections.py
 
     def new_refresh_comm(self) -> Communicator:
         """Create a communicator along the replica axis for encoded refreshes. All ranks must call this method."""

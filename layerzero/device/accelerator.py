@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +58,35 @@ def synchronize_current_stream(device: torch.device) -> None:
     """Wait until all work on the current stream of a device, including copies to the host, has completed."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
+
+
+class ConnectionCost:
+    """Time that the host has spent on connecting ranks, and device memory that their connections use.
+
+    Attributes:
+        seconds: time.
+        nbytes: used memory of the device outside of torch's allocator, or NaN if the device does not report it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = self.nbytes = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Context manager whose body connects ranks."""
+        start, before = time.monotonic(), self._used_outside_allocator()
+        yield
+        synchronize_current_stream(self._device)
+        self.nbytes += self._used_outside_allocator() - before
+        self.seconds += time.monotonic() - start
+
+    def _used_outside_allocator(self) -> float:
+        module = device_module(self._device)
+        if not hasattr(module, "mem_get_info"):
+            return math.nan
+        free, total = module.mem_get_info(self._device)
+        return float(total - free - module.memory_reserved(self._device))
 
 
 def keep_until_done(tensor: Tensor, stream: Any) -> None:

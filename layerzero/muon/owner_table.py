@@ -13,9 +13,10 @@ from layerzero.extend import (
     Handle,
     LayerZeroState,
     ManagedParam,
+    Message,
     UpdateRule,
     agreed,
-    connect_pairs,
+    connect,
     group_count_fields,
     group_kind,
     scratch_of,
@@ -196,7 +197,10 @@ def _apply_change(lz_state: LayerZeroState, change: _OwnerChange) -> None:
     for handle in change.moved:
         handle.change_layout(change.layouts[handle])
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in change.moved):
-        connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
+        # Unequal parts are exchanged by an all-to-all.
+        connect(mesh_info.replica_comm, mesh_info.device, [Message("all_to_all")])
+    for key in change.groups:
+        connect(table.groups[key].communicator, key[0].device, [Message("all_to_all")])
     table.owners = change.owners
     scratch = scratch_of(lz_state.units, lz_state.config)
     lz_state.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)

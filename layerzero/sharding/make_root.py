@@ -22,6 +22,7 @@ from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import scratch_of
 from layerzero.estimates.specs import specs_of
 from layerzero.sharding.build_units import BuiltUnit
+from layerzero.sharding.connections import connect_for_steps
 from layerzero.sharding.launchers import connections_warning, restart_warning
 from layerzero.sharding.meta_init import initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
@@ -50,6 +51,7 @@ def make_root(model: nn.Module, built: Iterable[BuiltUnit], shared: SharedResour
     units = _connect_units(model, built, shared)
     scratch = scratch_of(units, config)
     shared.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
+    connect_for_steps(units, ranks, shared.connection_cost)
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     resources = [site.resources for site in shared.sites.values()]
     transports = dict.fromkeys(each.transport for each in resources)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import connect_pairs
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import ModelGroups, drop_released_groups
@@ -17,7 +16,7 @@ from layerzero.comm.refreshers import EncodedRefresher
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import select_transports
 from layerzero.config import LayerZeroConfig, Offload
-from layerzero.device.accelerator import HostDeviceCopies, compute_device
+from layerzero.device.accelerator import ConnectionCost, HostDeviceCopies, compute_device
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.rank_traits import RankTraits
@@ -34,12 +33,14 @@ class SharedResources:
 
     Attributes:
         sites: meshes of the units, with transports and pools. The root's mesh is the first key.
+        connection_cost: time and memory that connections of the ranks have taken so far.
     """
 
     config: LayerZeroConfig
     ranks: ModelRanks
     pools: ModelPools
     sites: Mapping[DeviceMesh, UnitMesh]
+    connection_cost: ConnectionCost
 
     @classmethod
     def create(
@@ -64,14 +65,16 @@ class SharedResources:
                 "several meshes, model-parallel axes, sync_module_states=True or Codecs.refresh. Use one mesh, "
                 "sync_module_states=False and no codec for refreshes, or do not defer the groups"
             )
-        pools = _model_pools(compute_device(next(iter(meshes)).device_type), config.offload)
+        device = compute_device(next(iter(meshes)).device_type)
+        pools, cost = _model_pools(device, config.offload), ConnectionCost(device)
 
         def resources_of(mesh_info: MeshInfo) -> MeshResources:
             transports = select_transports([mesh_info], None, pools.scratch, pools.full, setting=config.shared_memory)
             return MeshResources(mesh_info, transports[mesh_info], pools, _create_refresher(mesh_info, config, pools))
 
-        ranks, sites = connect_meshes(meshes, groups, resources_of, sums_locally=sums_locally)
-        shared = cls(config, ranks, pools, sites)
+        with cost.measured():
+            ranks, sites = connect_meshes(meshes, groups, resources_of, sums_locally=sums_locally)
+        shared = cls(config, ranks, pools, sites, cost)
         if not groups.deferred:
             shared.connect()
         return shared
@@ -82,16 +85,13 @@ class SharedResources:
 
     def connect(self) -> None:
         """Create the process groups that were deferred, and connect the ranks. All ranks must call this method."""
-        mesh_infos = [site.mesh_info for site in self.sites.values()]
         if not self.is_connected:
-            self.ranks.mesh_info.groups.create_deferred()
-            for mesh_info in mesh_infos:
-                mesh_info.connect()
+            with self.connection_cost.measured():
+                self.ranks.mesh_info.groups.create_deferred()
+                for site in self.sites.values():
+                    site.mesh_info.connect()
         if not self.ranks.mesh_info.zero3_reduce_comm.held_group.is_local:
             drop_released_groups(self.ranks.all_gather_text, self.ranks.ranks)
-        if self.config.codecs.hop2 is not None:
-            for mesh_info in mesh_infos:
-                connect_pairs(mesh_info.replica_comm, mesh_info.device)
 
     def share_memory(self, handles: Sequence[HandleSpec]) -> SharedResources:
         """Return the resources for a model with these handles, whose ranks share memory if they can.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUsage
 from tests.support import wrapped_gloo
+from tests.support.logs import logged
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks
 
@@ -130,25 +133,23 @@ def test_one_rank_may_read_a_gradient_before_it_meets_the_others(rank: int) -> N
 
 
 class _Connecting(wrapped_gloo.WrappedGloo):
-    """Backend that connects at the first launch and blocks until all ranks have arrived, like ``ncclCommInit``."""
+    """Backend that waits for all ranks at the first launch of each operation and at a larger message, like NCCL."""
 
     NAME = "connecting"
     built = False  # no group may connect after this point
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._is_connected = self._has_pairs = False
-
-    def alltoall_base(self, *args: Any) -> Any:
-        assert self._has_pairs or not _Connecting.built, f"pairs of {self.size()} ranks connect after that"
-        self._has_pairs = True
-        return super().alltoall_base(*args)
+        self._largest: dict[str, int] = {}  # bytes, by name of the operation
 
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
-        if not self._is_connected:
-            assert not _Connecting.built, f"a group of {self.size()} ranks connects after the model was built"
+        operation = sys._getframe(1).f_code.co_name.removesuffix("_base")
+        nbytes = 1 if operation == "alltoall" else max(output.nbytes, given.nbytes)
+        if nbytes > self._largest.get(operation, 0):
+            said = f"{operation} of {self.size()} ranks, {nbytes} bytes, connects after the model was built"
+            assert not _Connecting.built, f"{said}: {self._largest}"
             self._gloo.barrier(dist.BarrierOptions()).wait()
-            self._is_connected = True
+            self._largest[operation] = nbytes
         return run()
 
 
@@ -175,19 +176,35 @@ def test_no_communicator_connects_after_the_model_was_built(rank: int, zero3_siz
             integer_loss(model, integer_batch(rank=rank)).backward()
             layerzero.clip_grad_norm_(model, 1.0)
             optimizer.step()
+            _Connecting.built = False
             with layerzero.unsharded(model):
                 pass
             found.append(full_parameters(model))
-            _Connecting.built = False
         assert not different(*found), settings
+
+
+@on_ranks(world_size=2)
+def test_the_first_rank_logs_the_cost_of_connections(rank: int) -> None:
+    wrapped_gloo.register(_Connecting)
+    _Connecting.built = False
+    log = logging.getLogger("layerzero")
+    with logged() as lines, mock.patch.object(log, "isEnabledFor", lambda level: True):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(2))
+        assert not any("connected" in line for line in lines), "gloo connects by itself"
+        layerzero.shard_model(integer_net(), mesh=wrapped_gloo.mesh_on(_Connecting.NAME, 2))
+    said = [line for line in lines if line.startswith("connected 2 communicators in ")]
+    assert len(said) == (rank == 0), lines
 
 
 @on_ranks(world_size=WORLD, pg_timeout=30)
 def test_pairs_connect_when_an_optimizer_needs_full_matrices(rank: int) -> None:
     wrapped_gloo.register(_Connecting)
+    _Connecting.built = False
     model = layerzero.shard_model(integer_net(), mesh=wrapped_gloo.mesh_on(_Connecting.NAME, 2))
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=2.0**-6), model)
+    optimizer = layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=2.0**-6), model)
     assert any(handle.gradients.replica_part_sizes for handle in get_state(model).handles), "of unequal sizes"
     _Connecting.built = True
-    integer_loss(model, integer_batch(rank=rank)).backward()
+    for _ in range(2):
+        integer_loss(model, integer_batch(rank=rank)).backward()
+        optimizer.step()

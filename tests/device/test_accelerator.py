@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero import Offload
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.device.accelerator import require_no_capture, synchronize_current_stream
+from layerzero.device.accelerator import ConnectionCost, require_no_capture, synchronize_current_stream
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.device.streams import DeviceStreams
 from layerzero.engine.hooks import get_state
@@ -117,6 +118,17 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
     assert connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) is None
     assert connections_warning("cuda", {}) is None
     assert connections_warning("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is None
+
+
+def test_connections_are_charged_with_the_memory_that_the_allocator_does_not_reserve() -> None:
+    free, reserved = [900, 500], [50, 350]
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (free.pop(0), 1000), memory_reserved=lambda device: reserved.pop(0)
+    )
+    cost = ConnectionCost(torch.device("cpu"))
+    with mock.patch("layerzero.device.accelerator.device_module", lambda device: module), cost.measured():
+        time.sleep(0.01)
+    assert cost.nbytes == 100 and 0.01 <= cost.seconds < 10
 
 
 @on_ranks(world_size=1)

@@ -58,7 +58,12 @@ class _Launches(StepObserver):
         self._meshes = {
             id(comm): f"mesh {index} {comm.name}"
             for index, mesh in enumerate(mesh_infos)
-            for comm in (mesh.zero3_gather_comm, mesh.zero3_reduce_comm, mesh.replica_comm, *mesh._among.values())
+            for comm in (
+                mesh.zero3_gather_comm,
+                mesh.zero3_reduce_comm,
+                mesh.replica_comm,
+                *mesh.subgroup_comms.values(),
+            )
         }
 
     def launched(self, works: PendingCollective) -> None:
