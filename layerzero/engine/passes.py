@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from layerzero.comm.mesh_info import MeshInfo
@@ -232,6 +232,8 @@ class BackwardPass:
         reduces: True if the pass reduces gradients over all ranks: outside no_sync and with
             `requires_all_reduce`.
         task: id of the autograd graph task of this pass.
+        callback: weak reference to the function that autograd calls at the end of the pass. Autograd drops the function
+            if the pass fails.
         nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
         completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
         gathered_calls: calls whose units have been gathered for this pass.
@@ -240,9 +242,10 @@ class BackwardPass:
         uses: active uses of weights that were gathered outside of forward passes.
     """
 
-    def __init__(self, *, reduces: bool, task: int) -> None:
+    def __init__(self, *, reduces: bool, task: int, callback: Callable[[], object]) -> None:
         self.reduces = reduces
         self.task = task
+        self.callback = weakref.ref(callback)
         self.nested: dict[int, list[UnitCall]] = {}
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()

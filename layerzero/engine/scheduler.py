@@ -39,6 +39,7 @@ pass. The units are freed when the backward pass reaches a call that returned be
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -129,6 +130,7 @@ class Scheduler(Closable):
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak; the graph keeps the pass alive
         self._backward: BackwardPass | None = None
+        self._begin_lock = threading.RLock()  # autograd runs hooks in one thread for each device
         self._last_calls: dict[Unit, list[Unit]] = {}  # units that the last forward pass called, by outermost unit
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
         saves = any(each.benefits_from_no_sync for each in saving)
@@ -571,6 +573,8 @@ class Scheduler(Closable):
             reduces: False if the ranks that reduce the unit's gradients may be at other points of the program.
         """
         backward = self._backward
+        if backward is not None and backward.callback() is None:
+            backward = None  # no hook has begun the current backward pass yet
         if backward is not None:
             if call in backward.ended_calls:
                 return
@@ -614,12 +618,12 @@ class Scheduler(Closable):
 
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
+        gradient, leaf.grad = leaf.grad, None  # taken first, because the recovery from a failed backward pass drops it
         backward, member = self._backward, handle.members[slot]
-        if backward is None or torch.is_grad_enabled():
+        if backward is None or backward.callback() is None or torch.is_grad_enabled():
             backward = self._enter_backward(member.name)
         if handle.state is not GatherState.GATHERED:
             backward.require_unit_reached(handle, slot)
-        gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
         wrote_main_grad = getattr(leaf, FLAG, False) and consume_main_grad_flag(leaf)
         if gradient is None:  # the parameter was frozen after its forward pass, so torch drops the gradient
@@ -650,27 +654,35 @@ class Scheduler(Closable):
                 "of gradients need weights that have been freed. Compute the penalty on an unsharded model, or by "
                 "finite differences"
             )
-        if self._backward is None:
-            require_no_capture(self._mesh_info.device, f"the backward of {name}")
-            self._require_no_stream("a backward")
-            if ParamView.FULL_PRECISION in self.status.active_views:
-                raise RuntimeError(
-                    f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
-                    "of its forward are not gathered. Run the backward before or after the context"
-                )
-            if edited := [handle.name for handle in self._handles if handle.edited]:
-                raise RuntimeError(
-                    f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
-                    "the old values. Change parameters after the backward"
-                )
-            self._gradients.apply_requires_grad()
-            reduces = self.requires_gradient_sync and self.requires_all_reduce
-            self._gradients.begin(reduces=reduces)
-            if self.no_sync_hint.listens:
-                self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-            self._backward = BackwardPass(reduces=reduces, task=current_graph_task())
-            queue_callback(self.finalize_backward)
+        if self._backward is None or self._backward.callback() is None:
+            with self._begin_lock:
+                self.recover_failed_backward()
+                if self._backward is None:
+                    self._begin_backward(name)
+        assert self._backward is not None
         return self._backward
+
+    def _begin_backward(self, name: str) -> None:
+        require_no_capture(self._mesh_info.device, f"the backward of {name}")
+        self._require_no_stream("a backward")
+        if ParamView.FULL_PRECISION in self.status.active_views:
+            raise RuntimeError(
+                f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
+                "of its forward are not gathered. Run the backward before or after the context"
+            )
+        if edited := [handle.name for handle in self._handles if handle.edited]:
+            raise RuntimeError(
+                f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
+                "the old values. Change parameters after the backward"
+            )
+        self._gradients.apply_requires_grad()
+        reduces = self.requires_gradient_sync and self.requires_all_reduce
+        self._gradients.begin(reduces=reduces)
+        if self.no_sync_hint.listens:
+            self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
+        callback = self.finalize_backward
+        self._backward = BackwardPass(reduces=reduces, task=current_graph_task(), callback=callback)
+        queue_callback(callback)
 
     def finalize_backward(self) -> None:
         backward = self._backward
@@ -692,11 +704,12 @@ class Scheduler(Closable):
 
     def recover_failed_backward(self) -> None:
         """Recover from a backward pass that began and failed. Do nothing if no pass has failed or one is running."""
-        if self._backward is None or in_backward():
+        if self._backward is None or (in_backward() and self._backward.callback() is not None):
             return
         self._gradients.abandon()  # if it is interrupted, the next recovery calls it again
         self._backward = None
-        self._release_all()
+        if self._forward is None or not in_backward():  # otherwise a running forward pass may use the full buffers
+            self._release_all()
 
     def recover_interrupted_pass(self) -> None:
         """Recover from a failed backward or interrupted forward pass. torch runs no hooks after an interrupt."""
