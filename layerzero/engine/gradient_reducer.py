@@ -272,7 +272,12 @@ class GradientReducer:
 
         Returns:
             True if a reduction was necessary.
+
+        Raises:
+            RuntimeError: the last backward pass has failed, and its incomplete gradients have not been zeroed.
         """
+        if self.failed and not self.has_run_no_backward:  # .grad may be None, as it was before the failed pass
+            raise RuntimeError(_INCOMPLETE)
         self.apply_user_grads()
         has_unreduced = (
             self._status is GradientStatus.UNREDUCED
@@ -431,5 +436,5 @@ class GradientReducer:
 
 _INCOMPLETE = (
     "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all optimizers, or "
-    "model.zero_grad()"
+    "model.zero_grad(), and run another backward"
 )

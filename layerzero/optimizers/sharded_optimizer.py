@@ -239,8 +239,8 @@ class ShardedOptimizer(StateDictMethods):
         if set_to_none or self._lz_state.gradients.failed:
             for parameter in parameters:
                 parameter.grad = None
-        if set_to_none:
             self._lz_state.gradients.record_use()
+        if set_to_none:
             return
         self._lz_state.scheduler.complete_gradients()
         for parameter in parameters:

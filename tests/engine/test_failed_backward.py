@@ -97,3 +97,31 @@ def test_a_backward_inside_a_forward_may_follow_a_failed_one(rank: int) -> None:
         one_pass(model, rank, 0)
         results.append(full_gradients(model))
     assert results[0] and not different(*results)
+
+
+# --- a step after a failed backward ---
+
+
+@on_ranks(world_size=WORLD)
+def test_a_step_without_zero_grad_is_refused_even_if_there_was_no_gradient_before(rank: int) -> None:
+    for use in ("step", "clip"):
+        model = shard(blocks(3))
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        _fail(model, *_losses(model, rank, 1))
+        with pytest.raises(RuntimeError, match=r"gradients are incomplete. Call zero_grad\(\)"):
+            optimizer.step() if use == "step" else layerzero.clip_grad_norm_(model, 1.0)
+
+
+@on_ranks(world_size=WORLD)
+def test_a_step_after_zero_grad_changes_nothing(rank: int) -> None:
+    for set_to_none in (True, False):
+        for earlier in (True, False):
+            model = shard(blocks(3))
+            optimizer = layerzero.shard_optimizer(sgd(model), model)
+            before = full_parameters(model)
+            if earlier:
+                one_pass(model, rank, 0)
+            _fail(model, *_losses(model, rank, 1))
+            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.step()
+            assert not different(full_parameters(model), before), (set_to_none, earlier)
