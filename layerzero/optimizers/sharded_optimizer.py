@@ -265,6 +265,7 @@ class ShardedOptimizer(StateDictMethods):
                 yield
         finally:
             self._replace_references(self._find_sharded)
+            self._lent.clear()  # rows that the optimizer has replaced by other tensors
             for group, parameters in zip(self.param_groups, params_by_group, strict=True):
                 group["params"] = parameters
             for member in members:

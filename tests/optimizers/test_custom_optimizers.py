@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -273,6 +275,25 @@ def test_a_step_and_a_trial_see_attributes_and_tables_of_parameters(
     _tables(zero3_size)
     _choose(zero3_size)
     _masked(zero3_size)
+
+
+class Replacing(Masked):
+    """SGD that replaces the tensors in its table."""
+
+    def change(self, parameter: Tensor) -> Tensor:
+        self.masks[parameter] = self.masks[parameter] * 2
+        return super().change(parameter)
+
+
+@on_ranks(world_size=2)
+def test_a_tensor_that_a_step_replaces_is_freed(rank: int) -> None:
+    model = sharded(Net(), 2)
+    optimizer: Any = layerzero.shard_optimizer(Replacing(model.parameters()), model, elementwise=True)
+    replaced = weakref.ref(optimizer.masks[model.gain])
+    step(model, optimizer)
+    gc.collect()
+    assert replaced() is None
+    assert full_parameters(model)["gain"].unique().tolist() == [-3.0], "the mask was doubled"
 
 
 OUTSIDE: dict[Tensor, float] = {}
