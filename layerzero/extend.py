@@ -48,7 +48,7 @@ from layerzero.comm.collectives import (
 )
 from layerzero.comm.gather_text import all_gather_text, require_numpy
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.model_ranks import LateMaximum, ModelRanks, all_reduce_over
+from layerzero.comm.model_ranks import DelayedRankMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields, mesh_group
 from layerzero.comm.refreshers import (
@@ -68,7 +68,7 @@ from layerzero.comm.transport.base import (
     Transport,
     TransportTraits,
 )
-from layerzero.comm.waits import NamedWait, may_wait, raise_verdict, waiting
+from layerzero.comm.waits import NonCollectiveWait, may_wait, raise_verdict, waiting
 from layerzero.comm.watchdog import new_scope
 from layerzero.config import ACCUMULATIONS, Accumulation, Policy, Reshards, Units, codec_text, refuse_old_names
 from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
@@ -127,6 +127,7 @@ __all__ = [
     "Collective",
     "Communicator",
     "DeferredCollectiveError",
+    "DelayedRankMaximum",
     "DifferenceCodec",
     "EncodedRefresher",
     "ExtendedGather",
@@ -141,7 +142,6 @@ __all__ = [
     "Handle",
     "HandleSpec",
     "HeldGroup",
-    "LateMaximum",
     "LaunchedCollective",
     "LayerZeroState",
     "LocalShard",
@@ -151,7 +151,7 @@ __all__ = [
     "ModelGroups",
     "ModelParallelSpec",
     "ModelRanks",
-    "NamedWait",
+    "NonCollectiveWait",
     "ParamInfo",
     "ParamRows",
     "ParamView",

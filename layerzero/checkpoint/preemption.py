@@ -4,7 +4,7 @@
 A signal may arrive at any time, and on only some of the ranks. In each call of :meth:`LeaveRequest.asked`, a rank reads
 the messages that were sent in the previous call, which have usually arrived. Then it sends a new message, which states
 whether it has received the signal. Therefore ranks rarely wait, and all ranks get the same answer at the same point in
-the program. The signal spreads along one mesh axis per call (:class:`LateMaximum`).
+the program. The signal spreads along one mesh axis per call (:class:`DelayedRankMaximum`).
 
 [Note: Deadline during blocking calls]
 Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.background import finish_pending
-from layerzero.extend import Collective, LateMaximum, PendingSmallGather, all_gather_small, get_state
+from layerzero.extend import Collective, DelayedRankMaximum, PendingSmallGather, all_gather_small, get_state
 
 
 def on_signal(
@@ -83,7 +83,7 @@ class LeaveRequest:
         self._signaled = False  # this rank has received the signal
         self._agreed = False  # all ranks have received the message that a signal has arrived
         comms = self._lz_state.ranks.control_comms
-        self._late = LateMaximum(len(comms), 1)
+        self._late = DelayedRankMaximum(len(comms), 1)
         self._heard: list[PendingSmallGather] = []  # messages of the last call of asked(), one per mesh axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from layerzero.comm.failure_report import RankStatus, format_ranks, publish_status, read_statuses
-from layerzero.comm.waits import NamedWait, WaitCycleError, raise_verdict, waiting
+from layerzero.comm.waits import NonCollectiveWait, WaitCycleError, raise_verdict, waiting
 from layerzero.utils.torch_compat import default_store
 
 # Minimum of timeouts while ranks write or read the files of a checkpoint, which may take one rank longer than others.
@@ -191,7 +191,7 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], timeout: timedelta, su
     """Wait for the key of each rank. Return an error message that names the ranks without a key, or ""."""
     names = list(keys.values())
     try:
-        with waiting(NamedWait(subject, lambda connection: _ranks_without_key(keys, connection), names)):
+        with waiting(NonCollectiveWait(subject, lambda connection: _ranks_without_key(keys, connection), names)):
             store.wait(names, timeout)
             raise_verdict()
     except (dist.DistNetworkError, WaitCycleError):

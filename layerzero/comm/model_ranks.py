@@ -10,7 +10,7 @@ of all ranks. Checkpoints, which send texts from separate threads, connect small
 :meth:`ModelRanks.new_control_comms` and layerzero/checkpoint/rank_tree.py.
 
 A message along the second axis depends on the messages received along the first axis. If a rank must not wait for these
-messages, :class:`LateMaximum` uses the messages of the previous round instead.
+messages, :class:`DelayedRankMaximum` uses the messages of the previous round instead.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ModelParallelAxes:
         return cls(model_parallel_mesh, _comms_along(model_parallel_mesh, mesh_info), global_mesh)
 
 
-class LateMaximum:
+class DelayedRankMaximum:
     """Elementwise maximum of a few bytes over all ranks. No message depends on another message of the same round.
 
     Each round sends the maximum along one more axis. With K axes, each round therefore completes the maximum of the

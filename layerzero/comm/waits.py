@@ -111,7 +111,7 @@ class Wait(Protocol):
 
 
 @dataclass
-class NamedWait:
+class NonCollectiveWait:
     """Wait for ranks that is not a wait for a collective.
 
     Attributes:
@@ -476,7 +476,7 @@ class WaitMonitor:
         for held in groups:
             held.fail(text)
         for wait in waits:
-            if isinstance(wait, NamedWait):
+            if isinstance(wait, NonCollectiveWait):
                 wait.verdict = text
                 for key in wait.keys:  # ends the wait in the store
                     store.set(key, text)

@@ -319,7 +319,7 @@ def _row_dims(func: Any, rows: LocalShard, args: Sequence[Any], kwargs: dict[str
     results = _call_with_many_rows(func, spec, args, kwargs)
     if results is None:
         return repeat(row_dim)
-    dims = [_dim_of_many_rows(result) for result in results]
+    dims = [_find_row_dim(result) for result in results]
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     keeps_rows = any(dim == row_dim and t.ndim == rows.ndim for dim, t in zip(dims, results, strict=True))
     is_along_rows = named.get("dim") in (row_dim, row_dim + rows.ndim) and keeps_rows and not _returns_alias(func)
@@ -356,7 +356,7 @@ def _call_with_many_rows(
         raise unsupported(func.__name__, spec) from error
 
 
-def _dim_of_many_rows(result: Tensor) -> int | None:
+def _find_row_dim(result: Tensor) -> int | None:
     """Return the dim, counted from the last, that contains the rows of :func:`_call_with_many_rows`, or None."""
     sizes = enumerate(result.shape)
     return next((dim - result.ndim for dim, size in sizes if size % _MANY_ROWS == 0 < size), None)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.agreement import format_values
-from layerzero.comm.model_ranks import LateMaximum, ModelRanks
+from layerzero.comm.model_ranks import DelayedRankMaximum, ModelRanks
 from layerzero.comm.observers import StepObserver
 
 DIGEST_BYTES = 16  # one half for the digest, one half for its complement
@@ -48,7 +48,7 @@ class HyperparameterCheck(StepObserver):
         self._divisors: dict[str, float] = {}  # divisors of gradients that were set, by name of the unit
         self._steps = 0  # number of steps of all optimizers
         axes = len(model_ranks.control_comms)
-        self._max_digests = LateMaximum(axes, DIGEST_BYTES)
+        self._max_digests = DelayedRankMaximum(axes, DIGEST_BYTES)
         # Settings and numbers of steps of the in-flight digests.
         self._sent: deque[tuple[list[Settings], int]] = deque(maxlen=max(1, axes))
         self._difference = ""  # message of the error that the next step raises

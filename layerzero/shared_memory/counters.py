@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from layerzero.extend import LaunchedCollective, NamedWait, raise_verdict, waiting
+from layerzero.extend import LaunchedCollective, NonCollectiveWait, raise_verdict, waiting
 
 LINE = 64  # bytes in a cache line
 _SLICE = 0.05  # seconds
@@ -172,7 +172,7 @@ def wait_for_peers(counters: SharedCounters, counter: int, target: int, reported
         counters.wait(counter, target)
         return
     try:
-        with waiting(NamedWait(reported.status.doing, lambda store: counters.absent(counter, target))):
+        with waiting(NonCollectiveWait(reported.status.doing, lambda store: counters.absent(counter, target))):
             counters.wait(counter, target)
     except RuntimeError as error:
         raise reported.failure_error(error) from error

@@ -19,7 +19,7 @@ import layerzero
 from layerzero import Codecs
 from layerzero.comm.collectives import Communicator, PendingSmallGather, all_gather_small
 from layerzero.comm.mesh_info import mesh_of_ranks
-from layerzero.comm.model_ranks import LateMaximum
+from layerzero.comm.model_ranks import DelayedRankMaximum
 from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUsage
 from tests.support import wrapped_gloo
@@ -68,7 +68,7 @@ def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(rank: int) ->
 
 def test_a_late_maximum_is_complete_one_collective_later_for_each_further_axis() -> None:
     replicas, size = 2, 3
-    ranks = {(r, s): LateMaximum(2, 1) for r in range(replicas) for s in range(size)}
+    ranks = {(r, s): DelayedRankMaximum(2, 1) for r in range(replicas) for s in range(size)}
     said = torch.arange(4 * len(ranks), dtype=torch.uint8).view(4, replicas, size)  # by call and rank
     heard = []
     for call in said:

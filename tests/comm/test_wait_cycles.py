@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from layerzero.comm.traffic_counters import Collective, TrafficCounters
-from layerzero.comm.waits import NamedWait, RankWaits, WaitMonitor, WaitState, find_stuck
+from layerzero.comm.waits import NonCollectiveWait, RankWaits, WaitMonitor, WaitState, find_stuck
 
 GATHER = {"row": (5, ["gather"])}  # launches on the group "row"
 
@@ -72,7 +72,7 @@ def test_only_ranks_that_need_each_other_are_found(case: str) -> None:
 def test_ranks_are_stuck_only_if_their_waits_lasted_at_the_same_time() -> None:
     """Answer a second time from the same wait of rank 1, or from a later wait with the same description."""
     store = dist.HashStore()
-    first, later = (NamedWait("hop 1", lambda _: [0]).state(store) for _ in range(2))
+    first, later = (NonCollectiveWait("hop 1", lambda _: [0]).state(store) for _ in range(2))
     for again, expected in ((first, True), (later, False)):
         monitor = mock.Mock(_rank=0, _warned=0.0)
         answers = {0: _answer(_absent(1)), 1: _answer(first)}
