@@ -1,4 +1,9 @@
-"""Define which settings :func:`layerzero.shard_model` has, and refuse invalid ones."""
+"""Define the settings of :func:`layerzero.shard_model`, and refuse values that are invalid for any model.
+
+The arguments `mesh`, `ignored_params` and `param_init_fn` are in sharding/unit_meshes.py, sharding/unit_selection.py
+and sharding/meta_init.py. Refusals that depend on the model are in sharding/unit_settings.py,
+sharding/unit_selection.py and sharding/wrapper_checks.py.
+"""
 
 from __future__ import annotations
 

@@ -9,14 +9,15 @@ An add-on imports from the core only public names of ``layerzero`` and the names
   its ranks and its mesh.
 - A write to masters begins with ``get_state(model).refreshes.before_master_write()`` and ends with ``.launch()``, which
   sends the new values to the compute weights of all replicas.
-- Codecs encode messages, an :class:`EncodedRefresher` sends refreshes, a :class:`GatherExtension` gathers one
-  parameter, and an :class:`UpdateRule` decides who updates which rows.
-- A :class:`Transport` moves weights and gradients between the ranks of one ZeRO-3 group.
+- Codecs encode messages. Users pass them to ``shard_model(codecs=layerzero.Codecs(...))``.
 - :func:`build_unit` builds one unit with its final sharded parameters, and :func:`make_root` completes a model whose
   units are built. They share :class:`SharedResources`. With ``ModelGroups(deferred=True)``, units are built without
   communication, and the ranks compare them before they create process groups.
 - :func:`require_equal` compares values between ranks before an operation that depends on them. :func:`agreed` also runs
   the checks before the comparison, so that an error on one rank is an error on all ranks.
+
+:class:`UpdateRule`, :class:`Transport`, :class:`EncodedRefresher` and :class:`GatherExtension` are interfaces of
+add-ons in this package, which the core finds by name (utils/add_ons.py). Other packages cannot attach implementations.
 """
 
 from __future__ import annotations
