@@ -363,8 +363,8 @@ class PendingCollective:
     def make_stream_wait(self) -> None:
         """Make the current stream wait for the collective.
 
-        Also call :meth:`wait` while the stream that uses the result is the current stream. Until then, the caller must
-        keep references to the tensors of the collective, because this object may release its own.
+        Before the result is used, also call :meth:`wait` on the stream that uses it. Until then, the caller must keep
+        references to the tensors of the collective, because this object may release its own.
         """
         for work in self.each:
             work.wait()

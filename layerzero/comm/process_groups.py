@@ -303,7 +303,7 @@ class ModelGroups:
         return held
 
     def create_deferred(self) -> None:
-        """Create the groups whose creation was deferred, and create later groups at once."""
+        """Create the deferred groups. Later calls of :meth:`new` create groups immediately."""
         self.deferred = False
         while self._waiting:
             held, create = self._waiting.pop(0)

@@ -184,9 +184,8 @@ class _Failures:
     def check(self, *, settled: bool = False) -> None:
         """Raise the oldest error, if any, and discard the later errors, which are its consequences.
 
-        If not all operations have run yet (`settled` is False), raise only an error of a collective. Other ranks may
-        raise errors of other kinds at a different point in the program. A rank that stopped early would then skip
-        collectives.
+        If `settled` is False, raise the error only if a collective has failed. Any other error is raised when all
+        operations have run, because a rank that stopped earlier would skip collectives that other ranks launch.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
             oldest = self._found.popleft()

@@ -266,7 +266,7 @@ class StagedStorage(GradientStorage):
 
     @abstractmethod
     def _release(self, device: Tensor, after: Sequence[StreamEvent]) -> None:
-        """Return the memory of :meth:`_acquire`, which may be reused after the events."""
+        """Release the memory of :meth:`_acquire`. It may be reused after the events in `after`."""
 
     @property
     def host_bytes(self) -> int:

@@ -499,7 +499,7 @@ class HandleReduction:
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients, is_hop1 = self.gradients, stage.collective is Collective.HOP1
         if not is_hop1 and self._streams.failed:
-            return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped hop 2
+            return  # this rank has skipped an earlier hop 2, with which other ranks would match this one
         pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
         sent = self._lend_source(stage, pool, is_first=is_first)
         try:

@@ -49,9 +49,9 @@ class UnitCall:
         self.key = forward.record_return(self)
 
     def next_call(self, reached: Collection[UnitCall]) -> UnitCall | None:
-        """Return the first call of a common unit after this one, in order of return, that the backward pass reaches.
+        """Return the next returned call of a common unit that the backward pass reaches, or None.
 
-        Its backward pass runs before that of this call. Return None if there is none.
+        Autograd runs its backward pass before that of this call.
 
         Args:
             reached: calls that the backward pass has reached so far. It reaches the callers of this call, too.

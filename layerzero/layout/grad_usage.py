@@ -8,9 +8,9 @@ import enum
 class GradUsage(enum.IntEnum):
     """Known state of one parameter's gradient since the user last zeroed it.
 
-    The ranks agree on the maximum of this byte over all ranks. A contribution changes UNUSED to CONTRIBUTED. When the
-    final gradient is published, CONTRIBUTED changes to PUBLISHED. zero_grad() changes every state to UNUSED. UNKNOWN
-    means that this rank does not know the contributions of other ranks until the next agreement.
+    The ranks agree on the maximum of this byte over all ranks. A contribution changes any state to CONTRIBUTED. When
+    the final gradient is published, CONTRIBUTED changes to PUBLISHED. zero_grad() changes every state to UNUSED.
+    UNKNOWN means that this rank does not know the contributions of other ranks until the next agreement.
     """
 
     UNUSED = 0  # no rank has contributed, as far as this rank knows

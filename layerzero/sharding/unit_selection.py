@@ -184,7 +184,7 @@ def _ignored_param_ids(
 ) -> set[int]:
     """Return the ids of all ignored parameters, which stay full on every rank."""
     owned = {id(parameter) for parameter in model.parameters()}
-    unsupported: set[int] = set()  # may be all parameters of a model
+    unsupported: set[int] = set()  # unlike `ignored`, may contain all parameters of the model
     if isinstance(ignored_params, str):
         unsupported, ignored_params = _unsupported_param_ids(model, ignored_params, ranks), ()
     ignored = set()
