@@ -596,6 +596,10 @@ class Scheduler(Closable):
                     self._gradients.queue.start_ready(across_replicas=backward.reduces)
                 else:  # see [Note: Reductions on several meshes]
                     self._gradients.queue.start_inner(ended, across_replicas=backward.reduces)
+        self._end_use_in_backward(backward, call)
+
+    def _end_use_in_backward(self, backward: BackwardPass | None, call: UnitCall) -> None:
+        """Release the unit of a call whose backward pass has ended, unless the pass still needs the unit."""
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
@@ -637,9 +641,8 @@ class Scheduler(Closable):
             backward.require_unit_reached(handle, slot)
         gradients = handle.gradients
         wrote_main_grad = getattr(leaf, FLAG, False) and consume_main_grad_flag(leaf)
-        if gradient is None:  # the parameter was frozen after its forward pass, so torch drops the gradient
-            if wrote_main_grad and gradients is not None:
-                gradients.incoming.withdraw([slot])
+        if gradient is None:  # torch drops the gradient of a parameter that was frozen after its forward pass
+            _drop_frozen(gradients, slot, wrote_main_grad=wrote_main_grad)
             return
         assert gradients is not None
         if member.spec.model_parallel is not None:
@@ -768,3 +771,9 @@ class Scheduler(Closable):
             self._gradients.join_backward()
         elif self._gradients.complete():
             self._gradients.run_hooks()
+
+
+def _drop_frozen(gradients: HandleGradients | None, slot: int, *, wrote_main_grad: bool) -> None:
+    """Withdraw what a kernel has added for a parameter that was frozen after its forward pass."""
+    if wrote_main_grad and gradients is not None:
+        gradients.incoming.withdraw([slot])

@@ -269,16 +269,9 @@ class OwnerSteps:
         Args:
             early: rounds that have begun.
         """
-        gradients: dict[OwnedParam, Tensor] = {}
+        gradients = _take_gradients(owner_groups)
         rounds: list[_Rounds] = []
         for owner_group, members in owner_groups.items():
-            for param in members:
-                gradient = param.master.grad
-                if gradient is None or (param.is_owned_by_this_rank and param.owner_has_all_rows):
-                    continue
-                param.master.grad = None
-                if param.is_in_owner_group and not param.owner_has_all_rows:
-                    gradients[param] = gradient
             sizes = _buffer_sizes(members, owner_group)
             for dtype in sorted(sizes, key=str):
                 to_gather = [each for each in members if each in gradients and gradients[each].dtype == dtype]
@@ -289,6 +282,22 @@ class OwnerSteps:
         has_one_group = all(len(param.model_owners.groups) == 1 for param in gradients)
         self._expected = rounds[0] if rounds and has_one_group else None
         return gradients, rounds
+
+
+def _take_gradients(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]]) -> dict[OwnedParam, Tensor]:
+    """Return the gradients of this rank's rows of the parameters to gather.
+
+    Remove the gradient of each parameter, except those of which this rank is the owner and has all rows.
+    """
+    gradients: dict[OwnedParam, Tensor] = {}
+    for param in chain.from_iterable(owner_groups.values()):
+        gradient = param.master.grad
+        if gradient is None or (param.is_owned_by_this_rank and param.owner_has_all_rows):
+            continue
+        param.master.grad = None
+        if param.is_in_owner_group and not param.owner_has_all_rows:
+            gradients[param] = gradient
+    return gradients
 
 
 def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
