@@ -244,7 +244,11 @@ class Buddies:
         node_size = max(Counter(self._nodes).values())
         # One order for all ranks. Pairs that start on every second node come first, so that these connect in parallel.
         pairs.sort(key=lambda pair: (pair[0] // node_size % 2, pair[0]))
-        self._partner_comms = self._connect_pairs(pairs, self._groups)
+        try:
+            self._partner_comms = self._connect_pairs(pairs, self._groups)
+        except BaseException:
+            tree.is_broken = True  # the next call connects again
+            raise
 
     def _connect_pairs(self, pairs: Iterable[tuple[int, int]], groups: ModelGroups) -> dict[int, Communicator]:
         """Connect this rank to the other ranks of `pairs`, and return the communicators by rank.
@@ -374,12 +378,14 @@ class Buddies:
                     self._write_shared_files(folder, records, rank_entries)
             if is_first:
                 os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
-        except RuntimeError as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except CheckpointError:  # raised on all ranks
+            raise
+        except BaseException as error:
             assert self._tree is not None
             self._tree.is_broken = True  # the next snapshot connects again
-            raise RankLostError(f"a rank has exited or is late: {error}") from error
+            if isinstance(error, RuntimeError):
+                raise RankLostError(f"a rank has exited or is late: {error}") from error
+            raise
         self._newest = folder.name
 
     def _write_shared_files(self, folder: Path, records: list[FileRecord], rank_entries: list[list[Any]]) -> None:

@@ -14,15 +14,16 @@ Their messages have different tags, so both can use the same connections.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from layerzero.extend import Communicator, ModelGroups, ModelRanks, PendingCollective, receive, send
+from layerzero.extend import Communicator, ModelGroups, ModelRanks, receive, send
 
 SAVES = 0  # tag of the messages of saves, which do not overlap
+_MESSAGE = "a message between ranks"
 _FAN_OUT = 4  # maximum number of ranks in a group
 
 
@@ -69,33 +70,36 @@ class RankTree:
     def gather(self, tag: int, value: object) -> list[Any]:
         """Gather values on the first rank, in rank order. On other ranks, the result is a part of the values."""
         values = [value]
-        for comm, _ in self._levels:
-            if comm.rank:
-                self._send(comm, 0, tag, values)
-                break
-            for member in range(1, comm.size):
-                values += self._receive(comm, member, tag)
+        with self._breaks_on_error():
+            for comm, _ in self._levels:
+                if comm.rank:
+                    self._send(comm, 0, tag, values)
+                    break
+                for member in range(1, comm.size):
+                    values += self._receive(comm, member, tag)
         return values
 
     def scatter(self, tag: int, values: list[Any]) -> Any:
         """Return this rank's value. The first rank passes the values of all ranks, other ranks any list."""
-        for comm, below in reversed(self._levels):
-            if comm.rank:
-                values = self._receive(comm, 0, tag)
-            else:
-                for member in range(1, comm.size):
-                    self._send(comm, member, tag, values[member * below : (member + 1) * below])
+        with self._breaks_on_error():
+            for comm, below in reversed(self._levels):
+                if comm.rank:
+                    values = self._receive(comm, 0, tag)
+                else:
+                    for member in range(1, comm.size):
+                        self._send(comm, member, tag, values[member * below : (member + 1) * below])
         return values[0]
 
     def all_gather(self, tag: int, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         values = self.gather(tag, value)
-        for comm, _ in reversed(self._levels):
-            if comm.rank:
-                values = self._receive(comm, 0, tag)
-            else:
-                for member in range(1, comm.size):
-                    self._send(comm, member, tag, values)
+        with self._breaks_on_error():
+            for comm, _ in reversed(self._levels):
+                if comm.rank:
+                    values = self._receive(comm, 0, tag)
+                else:
+                    for member in range(1, comm.size):
+                        self._send(comm, member, tag, values)
         return values
 
     def map_and_merge(self, tag: int, map_rank: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
@@ -120,27 +124,27 @@ class RankTree:
             raise FailedRanksError(failures)
         return part
 
+    @contextmanager
+    def _breaks_on_error(self) -> Iterator[None]:
+        """Context manager that marks the tree as broken if an exchange is not completed for any reason."""
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
+
     def _send(self, comm: Communicator, member: int, tag: int, values: list[Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([text.numel()]), text):
-            self._move(send, comm, member, tag, tensor)
+            send(comm, tensor, member, name=_MESSAGE, tag=tag).wait()
 
     def _receive(self, comm: Communicator, member: int, tag: int) -> list[Any]:
         size = torch.zeros(1, dtype=torch.int64)
-        self._move(receive, comm, member, tag, size)
+        receive(comm, size, member, name=_MESSAGE, tag=tag).wait()
         text = bytearray(int(size))
-        self._move(receive, comm, member, tag, torch.frombuffer(text, dtype=torch.uint8))
+        receive(comm, torch.frombuffer(text, dtype=torch.uint8), member, name=_MESSAGE, tag=tag).wait()
         values: list[Any] = json.loads(text)
         return values
-
-    def _move(
-        self, start: Callable[..., PendingCollective], comm: Communicator, member: int, tag: int, tensor: Tensor
-    ) -> None:
-        try:
-            start(comm, tensor, member, name="a message between ranks", tag=tag).wait()
-        except RuntimeError:
-            self.is_broken = True
-            raise
 
 
 def _group_starts(rank: int, size: int) -> list[tuple[int, int]]:
@@ -156,8 +160,13 @@ def _group_starts(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
-    """Return the result of `function`, and the class name and message of its error, if any."""
+    """Return the result of `function`, and the class name and message of its error, if any.
+
+    A result that JSON cannot represent, such as an int of more than 4,300 digits, is an error of the function.
+    """
     try:
-        return function(), None
+        result = function()
+        json.dumps(result)
+        return result, None
     except BaseException as error:  # the other ranks wait for this rank
         return None, (type(error).__name__, str(error))

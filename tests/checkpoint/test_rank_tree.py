@@ -82,7 +82,25 @@ def test_an_error_on_any_rank_is_raised_on_all_and_the_next_call_works(rank: int
     with pytest.raises(FailedRanksError, match="rank 0: ValueError: merged"):
         tree.map_and_merge(1, lambda: map_rank(set()), lambda values: merge(values, True))
     assert tree.map_and_merge(1, lambda: map_rank(set()), lambda values: merge(values, False)) == 10 * rank
+    endless = 10**5000 if rank == 3 else 0
+    with pytest.raises(FailedRanksError, match="rank 3: ValueError"):
+        tree.map_and_merge(1, lambda: endless, lambda values: values)
     assert not tree.is_broken
+
+
+@on_ranks(world_size=2)
+def test_the_next_save_connects_again_after_an_exchange_that_any_error_has_interrupted(rank: int) -> None:
+    model, _ = sharded_net(2)
+    tree = rank_tree(get_state(model))
+    if rank == 1:
+        with pytest.raises(TypeError):
+            tree.gather(1, object())  # stands for an error between two messages, such as KeyboardInterrupt
+        assert tree.is_broken
+    else:
+        assert not tree.is_broken
+    again = rank_tree(get_state(model))
+    assert again is not tree
+    assert again.all_gather(2, rank) == [0, 1]
 
 
 @on_ranks(world_size=8)
