@@ -8,21 +8,13 @@ experts that receive no tokens. Therefore a gather is prefetched only by the cal
 the calls on this mesh determine which units are prefetched or stay gathered. All ranks that take part in the gather
 then launch it at the same point in the program. This matters because an unpredicted gather waits for the other ranks.
 At any other point in the program, the other ranks might be waiting for this rank in a collective launched by user code.
-
-[Note: Expected calls]
-A forward pass may call units whose outputs the loss does not use. No backward pass reaches such calls. A rank cannot
-conclude this from the lifetime of a call, which the autograd graph keeps alive: a variable or a reference cycle may
-keep the graph alive on some ranks only, and the ranks would then launch different collectives. Therefore all recorded
-calls are expected in a backward pass, except those that the last one has not reached in any of its forward passes with
-the same outermost unit. Calls are identified by their unit and their number, which are the same on all ranks of the
-unit's mesh. A wrong expectation costs time: a gather that is not needed or not prefetched, or a later reduction.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from layerzero.comm.mesh_info import MeshInfo
@@ -33,33 +25,36 @@ from layerzero.engine.unit import Unit
 class UnitCall:
     """One call of a unit. The autograd graph refers to the calls of the forward, so the backward can find them."""
 
-    __slots__ = ("__weakref__", "_position", "callers", "first_node", "forward_pass", "key", "unit")
+    __slots__ = ("__weakref__", "_position", "callers", "first_node", "forward_pass", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # enclosing calls, outermost first
         self.forward_pass: ForwardPass | None = None  # forward pass that records this call in `returned`
         self.first_node = 0  # autograd's number of the first node that the forward of the unit creates
-        self.key = (unit, 0)  # unit, and number of its calls that returned earlier in `forward_pass`
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:
         """Append this call to `forward.returned`, the list of calls in the order in which they returned."""
         self.forward_pass, self._position = forward, len(forward.returned)
-        self.key = forward.record_return(self)
+        forward.returned.append(weakref.ref(self))
+        forward.first.setdefault(self.unit, self._position)
 
-    def next_call(self, reached: Collection[UnitCall]) -> UnitCall | None:
-        """Return the next returned call of a common unit that the backward pass reaches, or None.
+    @property
+    def _returned_calls(self) -> list[weakref.ref[UnitCall]]:
+        """All calls in the forward pass, in the order in which they returned. The graph keeps the calls alive."""
+        return self.forward_pass.returned if self.forward_pass is not None else []
+
+    @property
+    def next_call(self) -> UnitCall | None:
+        """Next returned call of a common unit whose graph still exists, or None.
 
         Autograd runs its backward pass before that of this call.
-
-        Args:
-            reached: calls that the backward pass has reached so far. It reaches the callers of this call, too.
         """
-        returned = self.forward_pass.returned if self.forward_pass is not None else []
+        returned = self._returned_calls
         for position in range(self._position + 1, len(returned)):
             call = returned[position]()
-            if call is not None and (call in reached or call in self.callers) and call.unit.is_common:
+            if call is not None and call.unit.is_common:
                 return call
         return None
 
@@ -67,18 +62,15 @@ class UnitCall:
         """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
         return self.forward_pass is not None and self.forward_pass is use.forward_pass and self._position < use.position
 
-    def ended_handles(self, next_call: UnitCall | None) -> Iterator[Handle]:
+    def ended_handles(self) -> Iterator[Handle]:
         """Yield the handles whose units receive no more gradients once the backward pass of this call begins.
 
         Autograd runs three kinds of nodes before the nodes of this call: nodes of the next call, nodes of the callers
         of the next call, and nodes of uses outside of forward passes between the two calls. If units are on several
         meshes, the last call in the graph also yields the handles of units that the forward pass did not call. Only
         calls of common units count; see [Note: Reductions on several meshes] in reduction_queue.py.
-
-        Args:
-            next_call: result of :meth:`next_call` for the calls that the backward pass has reached.
         """
-        forward = self.forward_pass
+        forward, next_call = self.forward_pass, self.next_call
         if forward is None:
             return
         last_use = len(forward.returned) if next_call is None else next_call._position
@@ -97,27 +89,22 @@ class UnitCall:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """True if no other call or use of the unit is expected to follow in the backward pass."""
+        """True if no other call or use of the unit follows in the backward pass."""
         assert self.forward_pass is not None
         return not self.forward_pass.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
-    def preceding_calls(self, count: int | None) -> Sequence[tuple[Unit, UnitCall | None]]:
-        """Return the last `count` expected calls on the same mesh before this call, latest first.
+    def preceding_calls(self, count: int | None) -> Sequence[UnitCall]:
+        """Return the last `count` calls on the same mesh before this call, latest first.
 
-        If `count` is None, return all of them. See [Note: Expected calls].
-
-        Returns:
-            The unit of each call, and the call itself, or None if no graph contains it any more.
+        If `count` is None, return all of them.
         """
-        if (forward := self.forward_pass) is None:
-            return []
-        calls: list[tuple[Unit, UnitCall | None]] = []
-        position = self._position
+        returned, position = self._returned_calls, self._position
+        calls: list[UnitCall] = []
         while position and (count is None or len(calls) < count):
             position -= 1
-            unit = forward.expected_units[position]
-            if unit is not None and unit.mesh_info is self.unit.mesh_info:
-                calls.append((unit, forward.returned[position]()))
+            call = returned[position]()
+            if call is not None and call.unit.mesh_info is self.unit.mesh_info:
+                calls.append(call)
         return calls
 
 
@@ -129,34 +116,19 @@ class ForwardPass:
         units: if the model has several meshes, the units in the root for which :attr:`Unit.is_called_alike` is True.
             Other ranks may call units that this rank does not call. Otherwise the sequence is empty.
         expected: units that the last forward pass with the same outermost unit called, in order.
-        not_expected: keys of the calls that no backward pass is expected to reach; see [Note: Expected calls].
 
     Attributes:
         called: units in the order in which they were called.
-        returned: calls with an output that requires a gradient, in the order in which they returned. The graph keeps
-            them alive.
-        expected_units: for each of these calls, its unit, or None if no backward pass is expected to reach the call.
-        unreached: keys of those calls that no finished backward pass has reached.
+        returned: calls that are in an autograd graph, in the order in which they returned.
         prefetched: units whose gathers were launched before they were called.
         still_gathered: for each mesh, the unit of the last call if the next call is expected to be of the same unit.
     """
 
-    def __init__(
-        self,
-        entry: Unit,
-        units: Sequence[Unit],
-        *,
-        expected: list[Unit],
-        not_expected: Collection[tuple[Unit, int]] = (),
-    ) -> None:
+    def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
         self.entry_unit = entry
         self.called: list[Unit] = []
         self.returned: list[weakref.ref[UnitCall]] = []
-        self.expected_units: list[Unit | None] = []
-        self.unreached: set[tuple[Unit, int]] = set()
-        self._first: dict[Unit, int] = {}  # position in `returned` of each unit's first expected call
-        self._counts = Counter[Unit]()  # number of returned calls of each unit
-        self._not_expected = not_expected
+        self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
         self.still_gathered: dict[MeshInfo, Unit] = {}
         self.uses: list[
@@ -175,18 +147,6 @@ class ForwardPass:
         else:
             self._expected.pop(unit.mesh_info, None)
 
-    def record_return(self, call: UnitCall) -> tuple[Unit, int]:
-        """Append a call to the calls that have returned. Return its key."""
-        key = call.unit, self._counts[call.unit]
-        self._counts[call.unit] += 1
-        is_expected = key not in self._not_expected
-        if is_expected:
-            self._first.setdefault(call.unit, len(self.returned))
-        self.returned.append(weakref.ref(call))
-        self.expected_units.append(call.unit if is_expected else None)
-        self.unreached.add(key)
-        return key
-
     @property
     def uncalled_units(self) -> list[Unit]:
         """Units that other ranks may have called but this forward pass did not; empty if all units are on one mesh."""
@@ -194,13 +154,12 @@ class ForwardPass:
         return [unit for unit in self._units if unit not in called]
 
     def is_still_needed(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Return whether `unit` is in one of the first `calls` returned calls, or in a use up to position `uses`.
-
-        Only expected calls count.
-        """
+        """Return whether `unit` is in one of the first `calls` returned calls, or in a use up to position `uses`."""
         if self.uses and any(position <= uses and unit in units for position, units in self.uses):
             return True
-        return self._first.get(unit, calls) < calls
+        if self.first.get(unit, calls) >= calls:
+            return False
+        return any(call.unit is unit for ref in self.returned[:calls] if (call := ref()) is not None)
 
     def next_units(self, count: int, mesh: MeshInfo) -> list[Unit]:
         """Return the next `count` units on a mesh, predicted from the last forward pass.

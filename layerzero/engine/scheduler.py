@@ -132,8 +132,6 @@ class Scheduler(Closable):
         self._backward: BackwardPass | None = None
         self._begin_lock = threading.RLock()  # autograd runs hooks in one thread for each device
         self._last_calls: dict[Unit, list[Unit]] = {}  # units that the last forward pass called, by outermost unit
-        # By outermost unit: calls that no backward pass has reached, for each forward pass in the last backward pass.
-        self._unreached: dict[Unit, list[set[tuple[Unit, int]]]] = {}
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
         saves = any(each.benefits_from_no_sync for each in saving)
         self.no_sync_hint = NoSyncHint(listens=saves and gradients.model_ranks.is_first)
@@ -287,9 +285,7 @@ class Scheduler(Closable):
         self._apply_user_changes("a forward")
         self._refresher.record_pass()
         units = [unit for unit in self._units[1:] if unit.is_called_alike] if len(self._orders) > 1 else ()
-        unreached = self._unreached.get(entry, [set()])
-        last_calls, not_expected = self._last_calls.get(entry, []), set.intersection(*unreached)
-        self._forward = ForwardPass(entry, units, expected=last_calls, not_expected=not_expected)
+        self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
 
     def prepare_gathers(self) -> None:
@@ -502,14 +498,14 @@ class Scheduler(Closable):
             self._end_uses_after(backward, call)
         self._defer_end_to_nested_backward(backward, call)
         if unit.is_common:
-            self._end_handles_before(backward, call)
+            self._end_handles(backward, call.ended_handles(), called=call.next_call is not None)
             queue.start_ready(across_replicas=backward.reduces)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for caller in call.callers:
             if caller not in backward.gathered_calls:
                 # Only with several meshes may ranks differ in the first call that the pass reaches.
                 if len(self._orders) > 1 and caller.unit.is_common:
-                    self._end_handles_before(backward, caller)
+                    self._end_handles(backward, caller.ended_handles(), called=caller.next_call is not None)
                     queue.start_ready(across_replicas=backward.reduces)
                 backward.gathered_calls.add(caller)
                 self._gather(caller.unit)
@@ -531,11 +527,6 @@ class Scheduler(Closable):
         """Gather the unit when the backward pass reaches the base of an output, unless an output was reached before."""
         if call not in self._enter_backward(f"unit {call.unit.name!r}").active_calls:
             self.pre_backward(call, gradient)
-
-    def _end_handles_before(self, backward: BackwardPass, call: UnitCall) -> None:
-        """Record the handles that receive no more gradients once the backward pass reaches `call`."""
-        next_call = call.next_call(backward.gathered_calls)
-        self._end_handles(backward, call.ended_handles(next_call), called=next_call is not None)
 
     def _end_handles(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> list[HandleGradients]:
         """Record that handles receive no more gradients, except those that autograd still computes.
@@ -571,7 +562,7 @@ class Scheduler(Closable):
 
     def _prefetch_before(self, call: UnitCall) -> None:
         recorded = call.preceding_calls(self._config.prefetch)
-        for unit in self.prefetched_backward.get(call.unit, [unit for unit, _ in recorded]):
+        for unit in self.prefetched_backward.get(call.unit, [preceding_call.unit for preceding_call in recorded]):
             self._gather(unit)
 
     def post_backward(self, call: UnitCall, gradients: object, *, reduces: bool = True) -> None:
@@ -603,12 +594,10 @@ class Scheduler(Closable):
         earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
-        is_pending = [
-            unit is call.unit and backward is not None and each not in backward.gathered_calls
-            for unit, each in earlier_calls
-        ]
-        if self._is_idle(call.unit) and not any(is_pending[:1]):
-            call.unit.end_backward(() if any(is_pending) else {call.forward_pass} - {None})
+        gathered_calls = earlier_calls if backward is None else backward.gathered_calls
+        pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in gathered_calls]
+        if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
+            call.unit.end_backward(() if pending_calls else {call.forward_pass} - {None})
 
     def _defer_end_to_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
         """If a reentrant checkpoint runs a nested backward pass, schedule the call to end when that pass ends.
@@ -707,12 +696,7 @@ class Scheduler(Closable):
         backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
-        finished = {call.forward_pass for call in backward.gathered_calls if call.forward_pass is not None}
-        for call in backward.gathered_calls:
-            if call.forward_pass is not None:
-                call.forward_pass.unreached.discard(call.key)
-        for entry in {forward.entry_unit for forward in finished}:
-            self._unreached[entry] = [each.unreached for each in finished if each.entry_unit is entry]
+        finished = {call.forward_pass for call in backward.gathered_calls} - {None}
         for unit in self._units:
             if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
                 unit.drop_post_forward(finished) if self.is_held(unit) else unit.end_backward(finished)

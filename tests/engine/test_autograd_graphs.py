@@ -26,6 +26,7 @@ import layerzero
 from layerzero.comm.process_groups import drop_idle_groups
 from layerzero.engine.handle import GatherState
 from layerzero.engine.hooks import get_state
+from layerzero.engine.passes import ForwardPass, UnitCall
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -490,3 +491,22 @@ def test_two_models_of_one_mesh_may_share_a_backward(rank: int) -> None:
         update(*optimizers)
         for model, net in zip(models, alone, strict=True):
             assert not different(full_parameters(model), dict(net.named_parameters())), step
+
+
+@on_ranks(world_size=1)
+def test_a_call_that_is_in_no_graph_is_passed_over(rank: int) -> None:
+    """Check that a call with an unused output drops out of the chain of calls."""
+    model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
+    root, first, second, head = get_state(model).units
+    for dead in range(4):
+        forward = ForwardPass(root, get_state(model).units, expected=[])
+        forward.called = [root, first, second]
+        calls = [UnitCall(unit, around=()) for unit in (first, second, first, root)]
+        for call in calls:
+            call.record_return(forward)
+        del calls[dead], call
+        assert [call.next_call for call in calls] == [*calls[1:], None], dead
+        assert list(calls[-1].ended_handles()) == list(head.handles), "the unit that was not called"
+        for call, follower in itertools.pairwise(calls):
+            again = any(each.unit is follower.unit for each in calls[: calls.index(follower)])
+            assert list(call.ended_handles()) == ([] if again else list(follower.unit.handles)), "of the last call only"

@@ -37,7 +37,7 @@ def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
     prefetch = Scheduler._prefetch_before
 
     def prefetching(self: Scheduler, call: UnitCall) -> None:
-        ahead[call.unit.name] = [earlier.name for earlier, _ in call.preceding_calls(self._config.prefetch)]
+        ahead[call.unit.name] = [earlier.unit.name for earlier in call.preceding_calls(self._config.prefetch)]
         prefetch(self, call)
 
     x = torch.ones(1, 4, requires_grad=True) * 1
