@@ -294,7 +294,7 @@ class UnitSettings:
     accumulation: str  # one of `ACCUMULATIONS`
     # True, False, or an int k with 1 < k < zero3_size: the backward gathers from the post-forward shards on k ranks
     reshard_after_forward: bool | int
-    reshard_after_backward: bool = True  # False: gathered weights stay until the optimizer step
+    reshard_after_backward: bool = True  # False: gathered weights stay until a step that may update them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,8 @@ class WeightRefresher:
     def step(self) -> Iterator[RefreshRound | None]:
         """Context manager for an optimizer step. On exit, it launches the refreshes of the updated masters.
 
-        On entry, it frees all full buffers, also those of units that stay gathered until the step.
+        On entry, it frees the full buffers of handles that may be updated, if their units stayed gathered until the
+        step.
         If several optimizers step before a forward pass, the last step launches the refreshes for all of them.
 
         Yields:
@@ -105,11 +106,10 @@ class WeightRefresher:
             refreshes are launched later.
         """
         self.require_no_active_use("optimizer.step()")
-        for handle in self._handles:
-            handle.reshard()
         self._steps += 1
         updated = [handle for handle in self._handles if handle.may_be_updated]
         for handle in updated:
+            handle.reshard()
             if handle.weights.peers_read_master or handle.weights.refresher is not None:
                 handle.weights.finish_refresh()  # an in-flight refresh may read the masters
             if handle.weights.peers_read_master:

@@ -236,7 +236,10 @@ class _Passes:
         sent = {
             kind: float(sum(n)) for kind, n in predicted_traffic([replace(unit, handles=(handle,))], config).items()
         }
-        self.zero3["each forward" if unit.reshard_after_backward else "first forward"] += sent.get("gather", 0.0)
+        if unit.reshard_after_backward:
+            self.zero3["each forward"] += sent.get("gather", 0.0)
+        elif handle.trainable:  # a step does not free frozen weights
+            self.zero3["first forward"] += sent.get("gather", 0.0)
         self.zero3["each backward"] += 0.0 if stays else sent.get("regather", sent.get("gather", 0.0))
         if handle.trainable:
             spec = handle.reduction_spec

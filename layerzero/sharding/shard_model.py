@@ -114,11 +114,12 @@ def shard_model(
         reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
             backward. On a device, the root and the unit that is called last stay gathered. If False, keep them from the
             forward to the backward. ``"step"`` keeps them from their first use after an optimizer step to the next
-            ``optimizer.step()``, through all micro-batches, so each unit is gathered once per step. Evaluation keeps
-            them, too. A change of the weights, :func:`full_precision` and ``unit.reshard()`` free them. An int, as in
-            FSDP2, is a divisor of `zero3_size`. Between forward and backward, the unit stays sharded over that many
-            consecutive ranks, and its backward gathers it among these ranks only. `zero3_size` itself means True, and 1
-            means False. To choose for each unit, pass ``callable(name, module)``, which returns one of these values.
+            ``optimizer.step()``, through all micro-batches, so each unit is gathered once per step, and frozen weights
+            once. Evaluation keeps them, too. A change of the weights, :func:`full_precision` and ``unit.reshard()``
+            free them. An int, as in FSDP2, is a divisor of `zero3_size`. Between forward and backward, the unit stays
+            sharded over that many consecutive ranks, and its backward gathers it among these ranks only. `zero3_size`
+            itself means True, and 1 means False. To choose for each unit, pass ``callable(name, module)``, which
+            returns one of these values.
         prefetch: number of units to gather ahead of the unit that is computing.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients, if they run on one machine and compute on its CPU. If these ranks cannot
