@@ -435,6 +435,6 @@ class GradientReducer:
 
 
 _INCOMPLETE = (
-    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all optimizers, or "
-    "model.zero_grad(), and run another backward"
+    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all optimizers, and "
+    "run another backward"
 )
