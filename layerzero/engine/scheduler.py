@@ -11,8 +11,10 @@ step, or the next call is expected to be a call to the same unit. On a device, t
 be called last stay gathered, because the backward pass begins with them. On several meshes, ranks that call different
 experts expect different last calls, so only the root stays gathered.
 
-A unit that stays gathered until the step is freed early only if its gather has failed or its weights were edited. A
-pass that fails, or that runs on one rank only, therefore does not change which gathered units the ranks have.
+A unit that stays gathered until the step is freed early only if its gather has failed or is still in flight, or if its
+weights were edited. A pass that calls only gathered units may therefore fail, or run on one rank only. But if a pass on
+one rank only calls other units than the pass before, or fails while the next unit is being gathered, the ranks then
+gather units in different orders, which is an error.
 
 A backward pass frees the full buffer when all nodes of a call have run. Autograd runs later nodes first. Therefore a
 call has ended when the backward pass reaches an output of a call that returned before it began, or when the gradients
