@@ -23,7 +23,7 @@ import torch
 from layerzero.extend import Communicator, ModelGroups, ModelRanks, receive, send
 
 SAVES = 0  # tag of the messages of saves, which do not overlap
-_MESSAGE = "a message between ranks"
+_MESSAGE = "values of a checkpoint"
 _FAN_OUT = 4  # maximum number of ranks in a group
 
 
@@ -81,26 +81,11 @@ class RankTree:
 
     def scatter(self, tag: int, values: list[Any]) -> Any:
         """Return this rank's value. The first rank passes the values of all ranks, other ranks any list."""
-        with self._breaks_on_error():
-            for comm, below in reversed(self._levels):
-                if comm.rank:
-                    values = self._receive(comm, 0, tag)
-                else:
-                    for member in range(1, comm.size):
-                        self._send(comm, member, tag, values[member * below : (member + 1) * below])
-        return values[0]
+        return self._pass_down(tag, values, lambda of_all, below: of_all[below])[0]
 
     def all_gather(self, tag: int, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order."""
-        values = self.gather(tag, value)
-        with self._breaks_on_error():
-            for comm, _ in reversed(self._levels):
-                if comm.rank:
-                    values = self._receive(comm, 0, tag)
-                else:
-                    for member in range(1, comm.size):
-                        self._send(comm, member, tag, values)
-        return values
+        return self._pass_down(tag, self.gather(tag, value), lambda of_all, below: of_all)
 
     def map_and_merge(self, tag: int, map_rank: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         """Call `map_rank` on each rank, and `merge` on the first rank; return this rank's part of the result.
@@ -123,6 +108,24 @@ class RankTree:
         if failures:
             raise FailedRanksError(failures)
         return part
+
+    def _pass_down(self, tag: int, values: list[Any], select: Callable[[list[Any], slice], list[Any]]) -> list[Any]:
+        """Return what this rank receives from above, after it has passed on parts to the ranks below.
+
+        Args:
+            values: on the first rank, the values to pass on; on other ranks any list.
+            select: function that returns the values for a member, from the values of this rank, and the ranks below the
+                member as a slice.
+        """
+        with self._breaks_on_error():
+            for comm, width in reversed(self._levels):
+                if comm.rank:
+                    values = self._receive(comm, 0, tag)
+                else:
+                    for member in range(1, comm.size):
+                        below = slice(member * width, (member + 1) * width)
+                        self._send(comm, member, tag, select(values, below))
+        return values
 
     @contextmanager
     def _breaks_on_error(self) -> Iterator[None]:

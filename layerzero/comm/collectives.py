@@ -339,7 +339,7 @@ class PendingCollective:
     def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
         launched = self.launched
         # A timeout of a single send or receive would end it, and ranks make different numbers of these.
-        is_pair = launched.collective is Collective.SNAPSHOT
+        is_pair = launched.collective is Collective.TRANSFER
         in_slices = launched.communicator.is_gloo and not is_pair
         with nullcontext() if is_pair or launched.communicator.uses_streams else waiting(launched):
             for work in self.each:
@@ -644,7 +644,7 @@ def send(comm: Communicator, tensor: Tensor, to: int, *, name: str, tag: int = 0
     Args:
         tag: number by which gloo tells the messages of threads apart that use the communicator at the same time.
     """
-    with launching(comm, Collective.SNAPSHOT, name, tensor.nbytes) as launched:
+    with launching(comm, Collective.TRANSFER, name, tensor.nbytes) as launched:
         work = dist.isend(tensor, group=comm.group, group_dst=to, tag=tag)
         assert work is not None
         return launched.attach_transfers(work)
@@ -652,7 +652,7 @@ def send(comm: Communicator, tensor: Tensor, to: int, *, name: str, tag: int = 0
 
 def receive(comm: Communicator, tensor: Tensor, source: int, *, name: str, tag: int = 0) -> PendingCollective:
     """Start receiving into a tensor in host memory what rank `source` of the communicator sends; see :func:`send`."""
-    with launching(comm, Collective.SNAPSHOT, name, 0) as launched:
+    with launching(comm, Collective.TRANSFER, name, 0) as launched:
         work = dist.irecv(tensor, group=comm.group, group_src=source, tag=tag)
         assert work is not None
         return launched.attach_transfers(work)

@@ -32,7 +32,7 @@ class Collective(enum.StrEnum):
     OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them
     SITE_GRADIENTS = "site_gradients"  # final gradients, over all sites, in synchronous steps of layerzero.outer
     SITE_DELTAS = "site_deltas"  # anchors minus masters, over all sites (layerzero.outer)
-    SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
+    TRANSFER = "transfer"  # from one rank to another: files of a snapshot, and values of a checkpoint
 
 
 GATHERS = (Collective.GATHER, Collective.REGATHER)
