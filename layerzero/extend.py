@@ -51,7 +51,7 @@ from layerzero.comm.gather_text import all_gather_text, require_numpy
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import DelayedRankMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields, mesh_group
+from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group
 from layerzero.comm.refreshers import (
     COMPARE_EVERY,
     REFRESHES_IN_FLIGHT,
@@ -60,7 +60,6 @@ from layerzero.comm.refreshers import (
     RefreshInput,
     refresh_buffer_sizes,
 )
-from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import (
     BufferDemand,
     FullBuffer,
@@ -108,7 +107,7 @@ from layerzero.sharding.make_root import make_root
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
-from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, block_classes
+from layerzero.sharding.unit_selection import UnitDefinition, block_classes
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
@@ -142,7 +141,6 @@ __all__ = [
     "GatheredBytes",
     "Handle",
     "HandleSpec",
-    "HeldGroup",
     "LaunchedCollective",
     "LayerZeroState",
     "LocalShard",
@@ -153,7 +151,6 @@ __all__ = [
     "ModelParallelSpec",
     "ModelRanks",
     "NonCollectiveWait",
-    "ParamInfo",
     "ParamRows",
     "ParamView",
     "PendingCollective",
@@ -172,7 +169,6 @@ __all__ = [
     "Slot",
     "StepObserver",
     "ThreadStream",
-    "TrafficCounters",
     "Transport",
     "TransportTraits",
     "UnitDefinition",
