@@ -229,7 +229,7 @@ class PartsRun(NamedTuple):
 
     replica: int  # the first of them
     parts: tuple[int, int]  # shape of these parts
-    messages: tuple[int, int]  # shape of the encoded parts
+    messages: tuple[int, int]  # shape of the encoded parts, with padding
     elements: slice  # these parts in the ZeRO-3 gradient shard
     nbytes: slice  # the encoded parts in the send buffer
     residual: slice  # the errors of these parts in the residual

@@ -422,7 +422,6 @@ class HandleReduction:
         self.gradients = gradients
         self.finished_events: list[Waitable] = []
         self._stages = stages
-        self._last = stages[-1]
         self._pending: PendingReduction | None = None  # the in-flight collective
         self._give_back: Callable[[], object] | None = None  # releases the memory that the collective sends
         self._streams: ReductionStreams  # set by submit()
@@ -546,7 +545,7 @@ class HandleReduction:
 
     def _buffers_used_with_result(self, stage: ReductionStage) -> list[GradientBuffer]:
         """Return the buffers that are used when the collective of a stage has completed."""
-        is_last = stage is self._last
+        is_last = stage is self._stages[-1]
         used = [self.gradients.target_buffer(stage, is_last=is_last)]
         if not is_last:
             separate = self.gradients.accumulator_to_add(self._stages[self._stages.index(stage) + 1])
@@ -563,7 +562,7 @@ class HandleReduction:
         )
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction) -> None:
-        gradients, final, is_last = self.gradients, self.gradients.final, stage is self._last
+        gradients, final, is_last = self.gradients, self.gradients.final, stage is self._stages[-1]
         target = gradients.target_buffer(stage, is_last=is_last)
         try:
             if target is final:
