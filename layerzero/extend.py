@@ -107,7 +107,7 @@ from layerzero.sharding.make_root import make_root
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
-from layerzero.sharding.unit_selection import UnitDefinition, block_classes
+from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, block_classes
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
@@ -151,6 +151,7 @@ __all__ = [
     "ModelParallelSpec",
     "ModelRanks",
     "NonCollectiveWait",
+    "ParamInfo",
     "ParamRows",
     "ParamView",
     "PendingCollective",
