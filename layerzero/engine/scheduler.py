@@ -495,6 +495,7 @@ class Scheduler(Closable):
         if call in backward.ended_calls:  # an output of the call is one of its inputs, which earlier calls use, too
             return
         self._parts.reach(call, call.callers)
+        prefetches = call not in backward.active_calls  # the first of its outputs that the backward pass reaches
         backward.active_calls[call] = None
         if backward.uses:
             self._end_uses_after(backward, call)
@@ -514,7 +515,7 @@ class Scheduler(Closable):
         backward.gathered_calls.add(call)
         self._gather(unit)
         later_calls = backward.active_calls_after(call)
-        if not later_calls:  # otherwise prefetch when they have freed their buffers
+        if prefetches and not later_calls:  # otherwise prefetch when they have freed their buffers
             self._prefetch_before(call)
         self.wait(unit)
         unit.show_gathered()
@@ -522,7 +523,7 @@ class Scheduler(Closable):
         for later_call in later_calls:  # all of their nodes have run
             same_mesh = later_call.unit.mesh_info is call.unit.mesh_info and not later_call.unit.is_common
             self.post_backward(later_call, None, reduces=call.unit.is_common or same_mesh)
-        if later_calls:
+        if prefetches and later_calls:
             self._prefetch_before(call)
 
     def _pre_backward_of_base(self, call: UnitCall, gradient: Tensor) -> None:
