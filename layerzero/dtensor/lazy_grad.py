@@ -4,7 +4,7 @@
 If any rank has used a parameter, the parameter has a ``.grad`` on all ranks. During a backward pass, each rank asks the
 other ranks which parameters they have used, but does not wait for the answers. Code that reads, sets or deletes the
 ``.grad`` of any parameter of the model waits for the answers. Until then, the ``.grad`` that torch stores is either
-None or has the values from before the backward pass.
+None or has the values from before the backward pass. After a failed backward pass, such code recovers from it first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -39,17 +38,15 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
 class LazyGrad:
     """Pending ``.grad`` values for one model's parameters. The object holds no strong reference to the model.
 
-    Args:
-        show: method that waits for the pending gradients and sets ``.grad``. The method is called again if it is
-            interrupted.
-
     Attributes:
         pending: True if :meth:`resolve` must be called before any ``.grad`` is read or set.
+        show: weak reference to the method that waits for the pending gradients and sets ``.grad``. The method is called
+            again if it is interrupted.
     """
 
-    def __init__(self, show: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.pending = False
-        self._show = WeakMethod(show)
+        self.show: Callable[[], Callable[[], None] | None] = lambda: None
         self._lock = threading.RLock()
 
     def resolve(self) -> None:
@@ -61,7 +58,7 @@ class LazyGrad:
         with self._lock:
             if not self.pending:
                 return
-            if (show := self._show()) is None:
+            if (show := self.show()) is None:
                 raise RuntimeError(
                     "the sharded model was deleted before its gradients were read. Keep a reference to the model until "
                     "then"

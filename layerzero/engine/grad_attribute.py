@@ -70,10 +70,13 @@ class GradAttribute:
         """Return whether this object has published `gradient` for any of its parameters."""
         return any(self._is_ours(slot, gradient) for slot in range(len(self.members)))
 
-    def apply_user_grads(self) -> None:
+    def apply_user_grads(self, *, failed: bool = False) -> None:
         """Apply the user's changes to published ``.grad`` attributes.
 
         A ``.grad`` may have been set to None, zeroed before it was final, or replaced.
+
+        Args:
+            failed: True after a failed backward pass. A ``.grad`` that was zeroed is then dropped.
 
         Raises:
             RuntimeError: a ``.grad`` was replaced although it has unreduced contributions.
@@ -83,7 +86,7 @@ class GradAttribute:
         dropped, replaced = [], []
         for slot, (member, tracker) in enumerate(zip(self.members, self._trackers, strict=True)):
             if tracker.was_zeroed or tracker.zero_requested:
-                self._apply_zeros(slot)
+                self._apply_zeros(slot, drops=failed)
             gradient = member.sharded.grad
             if gradient is not None and not self._is_ours(slot, gradient):
                 replaced.append((slot, gradient))
@@ -94,7 +97,7 @@ class GradAttribute:
         for slot, gradient in replaced:
             self._apply_replacement(slot, gradient)
 
-    def _apply_zeros(self, slot: int) -> None:
+    def _apply_zeros(self, slot: int, *, drops: bool) -> None:
         """Apply calls of ``zero_()`` on the published ``.grad`` of a parameter, before or after it was final."""
         tracker, sharded_parameter = self._trackers[slot], self.members[slot].sharded
         was_zeroed, tracker.was_zeroed = tracker.was_zeroed, False
@@ -103,7 +106,7 @@ class GradAttribute:
             return
         if was_zeroed:
             self.gradients.record_drop([slot])
-        if is_requested and self.gradients.usage[slot] == GradUsage.UNKNOWN:
+        if is_requested and (drops or self.gradients.usage[slot] == GradUsage.UNKNOWN):
             sharded_parameter.grad = None
         elif is_requested:
             self.gradients.zero(slot)
@@ -160,6 +163,21 @@ class GradAttribute:
             if had_gradient:
                 self.members[slot].sharded.grad = self._published[slot]
 
+    def mark_incomplete(self) -> set[ManagedParam]:
+        """Undo :meth:`hide` after a failed backward pass, and forbid access to each ``.grad``.
+
+        Also set ``.grad`` of the trained parameters that had none, so that zero_grad() removes it. Return these
+        parameters.
+        """
+        self.unhide()
+        self.forbid_access(INCOMPLETE)
+        added = set()
+        for slot, member in enumerate(self.members):
+            if member.sharded.grad is None and member.gathered.requires_grad:
+                member.sharded.grad = self._published[slot]
+                added.add(member)
+        return added
+
     def forbid_access(self, reason: str | None) -> None:
         """Make access to the values of each published ``.grad`` raise an error with the message `reason`.
 
@@ -190,5 +208,9 @@ _UNREDUCED = (
     "gradients of a backward inside no_sync are not reduced yet. Run the last backward outside no_sync, or call "
     "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad(). With a GradScaler, run the last backward "
     "outside no_sync"
+)
+INCOMPLETE = (
+    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of the model, and run "
+    "another backward"
 )
 _IN_BACKWARD = "gradients are not final while a backward runs. Read .grad after the backward"

@@ -19,7 +19,7 @@ from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.streams import make_reduction_streams
 from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
 from layerzero.engine.gathered_params import consume_main_grad_flag
-from layerzero.engine.grad_attribute import GradAttribute
+from layerzero.engine.grad_attribute import INCOMPLETE, GradAttribute
 from layerzero.engine.handle import Handle
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.hyperparameter_check import HyperparameterCheck
@@ -82,7 +82,8 @@ class GradientReducer:
         self._pending_usage: PendingUsage | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
-        self.lazy_grad = LazyGrad(self._publish_when_agreed)
+        self._new_in_failed: set[ManagedParam] = set()  # parameters that had no gradient before a failed backward pass
+        self.lazy_grad = LazyGrad()
         for handle in handles:
             handle.tracker.lazy_grad = self.lazy_grad
 
@@ -228,7 +229,7 @@ class GradientReducer:
         self.lazy_grad.resolve()
         self.run_hooks()
 
-    def _publish_when_agreed(self) -> None:
+    def publish_when_agreed(self) -> None:
         """Wait until the ranks have agreed on the used parameters, and then publish each ``.grad``.
 
         This method may be called again after an interrupt.
@@ -245,12 +246,12 @@ class GradientReducer:
         The contributions of the failed pass cannot be separated from earlier contributions.
         """
         self._status = GradientStatus.INVALID
+        self.lazy_grad.pending = False
         self.queue.drain()
         for grad_attribute in self._grad_attributes:
             grad_attribute.gradients.abort()
             with plain_access():
-                grad_attribute.unhide()
-            grad_attribute.forbid_access(_INCOMPLETE)
+                self._new_in_failed |= grad_attribute.mark_incomplete()
             for member in grad_attribute.members:
                 member.gathered.grad = None
                 consume_main_grad_flag(member.gathered)
@@ -276,9 +277,7 @@ class GradientReducer:
         Raises:
             RuntimeError: the last backward pass has failed, and its incomplete gradients have not been zeroed.
         """
-        if self.failed and not self.has_run_no_backward:  # .grad may be None, as it was before the failed pass
-            raise RuntimeError(_INCOMPLETE)
-        self.apply_user_grads()
+        self.apply_user_grads(for_step=not self.has_run_no_backward)
         has_unreduced = (
             self._status is GradientStatus.UNREDUCED
         )  # even if this rank has no accumulated gradients, because another replica may have some
@@ -328,9 +327,14 @@ class GradientReducer:
             for member in grad_attribute.members:
                 member.sharded.grad = None
         self._status = GradientStatus.FINAL
+        self._new_in_failed.clear()
 
-    def apply_user_grads(self) -> None:
+    def apply_user_grads(self, *, for_step: bool = False) -> None:
         """Apply changes that the user has made to ``.grad``.
+
+        Args:
+            for_step: True if a step is about to use the gradients. Other passes may follow a failed backward pass if
+                there was no gradient before it.
 
         Raises:
             RuntimeError: a backward pass has failed, and its incomplete gradients have not been zeroed.
@@ -338,10 +342,12 @@ class GradientReducer:
         self.lazy_grad.resolve()
         with plain_access():
             for grad_attribute in self._grad_attributes:
-                grad_attribute.apply_user_grads()
-        if self._status is GradientStatus.INVALID:
-            if names := [member.name for member in self._members if member.sharded.grad is not None]:
-                raise RuntimeError(f"{_INCOMPLETE}. Parameters with a gradient: {', '.join(names[:3])}, ...")
+                grad_attribute.apply_user_grads(failed=self.failed)
+        if self.failed:
+            accepted = () if for_step else self._new_in_failed
+            shown = [member for member in self._members if member.sharded.grad is not None]
+            if names := [member.name for member in shown if member not in accepted]:
+                raise RuntimeError(f"{INCOMPLETE}. Parameters with a gradient: {', '.join(names[:3])}, ...")
             self.drop()
 
     def apply_requires_grad(self) -> None:
@@ -432,9 +438,3 @@ class GradientReducer:
         )
         self._set_order(sorted(self._order, key=lambda each: max(positions.get(m.name, -1) for m in each.members)))
         self._order_agreed = True
-
-
-_INCOMPLETE = (
-    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all optimizers, and "
-    "run another backward"
-)

@@ -242,10 +242,10 @@ class BackwardPass:
         uses: active uses of weights that were gathered outside of forward passes.
     """
 
-    def __init__(self, *, reduces: bool, task: int, callback: Callable[[], object]) -> None:
+    def __init__(self, *, reduces: bool, task: int, callback: weakref.ref[Callable[[], object]]) -> None:
         self.reduces = reduces
         self.task = task
-        self.callback = weakref.ref(callback)
+        self.callback = callback
         self.nested: dict[int, list[UnitCall]] = {}
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()

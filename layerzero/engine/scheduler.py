@@ -132,6 +132,7 @@ class Scheduler(Closable):
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak; the graph keeps the pass alive
         self._backward: BackwardPass | None = None
+        gradients.lazy_grad.show = weakref.WeakMethod(self._show_grads)
         self._begin_lock = threading.RLock()  # autograd runs hooks in one thread for each device
         self._last_calls: dict[Unit, list[Unit]] = {}  # units that the last forward pass called, by outermost unit
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
@@ -686,9 +687,30 @@ class Scheduler(Closable):
         self._gradients.begin(reduces=reduces)
         if self.no_sync_hint.listens:
             self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-        callback = self.finalize_backward
-        self._backward = BackwardPass(reduces=reduces, task=current_graph_task(), callback=callback)
+        callback: Callable[[], object] = self.finalize_backward
+        weak_callback = weakref.ref(callback, self._show_sharded_after_failure)
+        self._backward = BackwardPass(reduces=reduces, task=current_graph_task(), callback=weak_callback)
         queue_callback(callback)
+
+    def _show_sharded_after_failure(self, _: object) -> None:
+        """Let the modules have their sharded parameters when a backward pass has failed.
+
+        The first access to ``.grad`` of one of them, as in ``model.zero_grad()``, recovers from the failed pass. The
+        parameters are left as they are inside ``layerzero.unsharded``, and in a forward pass that runs a backward pass.
+        """
+        if self._running or ParamView.UNSHARDED in self.status.active_views:
+            return
+        self._gradients.lazy_grad.pending = True
+        for unit in self._units:
+            if not self.is_held(unit):
+                unit.show_sharded()
+
+    def _show_grads(self) -> None:
+        """Make each ``.grad`` current before the user reads or sets one; see [Note: Lazy .grad]."""
+        if self._backward is not None and self._backward.callback() is None:
+            self.recover_failed_backward()
+        else:
+            self._gradients.publish_when_agreed()
 
     def finalize_backward(self) -> None:
         backward = self._backward

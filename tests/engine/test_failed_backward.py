@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,16 +116,76 @@ def test_a_step_without_zero_grad_is_refused_even_if_there_was_no_gradient_befor
             optimizer.step() if use == "step" else layerzero.clip_grad_norm_(model, 1.0)
 
 
+def _drop_one_by_one(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+ZERO_GRAD: dict[str, Callable[[nn.Module, layerzero.ShardedOptimizer], object]] = {
+    "of the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "of the optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "of the model": lambda model, optimizer: model.zero_grad(),
+    "of the model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "of a wrapper": lambda model, optimizer: nn.Sequential(model).zero_grad(),
+    "one by one": lambda model, optimizer: _drop_one_by_one(model),
+}
+
+
+@pytest.mark.parametrize("way", ZERO_GRAD)
 @on_ranks(world_size=WORLD)
-def test_a_step_after_zero_grad_changes_nothing(rank: int) -> None:
-    for set_to_none in (True, False):
-        for earlier in (True, False):
-            model = shard(blocks(3))
-            optimizer = layerzero.shard_optimizer(sgd(model), model)
-            before = full_parameters(model)
-            if earlier:
-                one_pass(model, rank, 0)
-            _fail(model, *_losses(model, rank, 1))
-            optimizer.zero_grad(set_to_none=set_to_none)
-            optimizer.step()
-            assert not different(full_parameters(model), before), (set_to_none, earlier)
+def test_a_step_after_zero_grad_changes_nothing(rank: int, way: str) -> None:
+    for earlier, uses in itertools.product((True, False), ("step", "refused step", "clip")):
+        model = shard(blocks(3))
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        before = full_parameters(model)
+        if earlier:
+            one_pass(model, rank, 0)
+        _fail(model, *_losses(model, rank, 1))
+        if uses == "refused step":
+            with pytest.raises(RuntimeError, match=r"gradients are incomplete. Call zero_grad\(\) of the model"):
+                optimizer.step()
+        ZERO_GRAD[way](model, optimizer)
+        if uses == "clip":
+            assert layerzero.clip_grad_norm_(model, 1.0) == 0
+        optimizer.step()
+        assert not different(full_parameters(model), before), (uses, earlier)
+        one_pass(model, rank, 1)
+        gradients = full_gradients(model)
+        model.zero_grad()
+        one_pass(model, rank, 1)
+        assert gradients and not different(full_gradients(model), gradients), (uses, earlier)
+
+
+@on_ranks(world_size=WORLD)
+def test_a_trained_parameter_of_no_optimizer_does_not_hinder_the_next_step(rank: int) -> None:
+    model = shard(blocks(3))
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.units.parameters(), lr=0.1), model)
+    _fail(model, *_losses(model, rank, 1))
+    optimizer.zero_grad()
+    optimizer.step()
+    one_pass(model, rank, 0)
+    assert len(full_gradients(model)) == 7
+
+
+@on_ranks(world_size=WORLD)
+def test_reading_grad_in_a_backward_does_not_end_it(rank: int) -> None:
+    """Read in a hook, in a forward around the backward, and in another thread."""
+    model = shard(blocks(3))
+    one_pass(model, rank, 0)
+    expected = full_gradients(model)
+    model.zero_grad()
+    seen: list[Tensor | None] = []
+
+    def read(*_: object) -> None:
+        seen.append(model.scale.grad)
+
+    def read_in_thread(*_: object) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    for hook in (read, read_in_thread):
+        model.units[1].linear.weight.register_hook(hook)
+    one_pass(model, rank, 0)
+    assert seen == [None, None]
+    assert not different(full_gradients(model), expected)
