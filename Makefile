@@ -95,8 +95,8 @@ compare: $(VENV)/ready  ## your model with DDP, FSDP2, HSDP and layerzero side b
 	$(if $(MODEL),,$(error MODEL is empty. Set it to the function that builds your model: make compare MODEL=module:function))
 	$(BIN)/python -m benchmarks.compare $(MODEL) --ranks $(RANKS) $(ARGS)
 
-bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
-	$(PYTHON) -m benchmarks.gpu $(ARGS)
+bench-gpu:  ## on a machine with one GPU and a CUDA build of torch; CALL=1 takes nine minutes, CALL=2 three: docs/gpu.md
+	$(PYTHON) -m benchmarks.gpu $(if $(CALL),--call $(CALL)) $(if $(NCCL),--nccl $(NCCL)) $(ARGS)
 
 # What the demo needs, without Megatron-Core and the training frameworks
 $(VENV)/base: requirements.txt constraints.txt setup.py pyproject.toml

@@ -1,155 +1,195 @@
-"""Run every part in its own process, and write the results to one file.
+"""Run the parts for one GPU, each run in its own process, and write the results to one file after each.
 
-    python -m benchmarks.gpu                          # on the GPU, ten minutes
-    python -m benchmarks.gpu --device cpu --tiny      # the same code at the size of a test
+    python -m benchmarks.gpu --call 1                      # parts 1 to 5, nine minutes
+    python -m benchmarks.gpu --call 2                      # parts 6 and 7, three minutes
+    python -m benchmarks.gpu --call more                   # what the two calls leave out
+    python -m benchmarks.gpu --device cpu --tiny --results FILE     # the same code at the size of a test
 
-The checks come first, several at a time. Then each measurement runs alone. If a part fails or takes too long, the end
-of its output is reported, and the next part runs.
+A run that fails or takes too long is reported with the end of its output, and the next run starts. The results of
+earlier calls stay in the file. ``python -m benchmarks.gpu.tables FILE`` prints the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.report import last_report
 from benchmarks.gpu.tables import RESULTS
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MARK = "result: "  # before the JSON that a part prints
-_CONTESTANTS = ("layerzero", "layerzero-full", "fsdp2-full", "fsdp2-hsdp")
+_NETWORK = ("layerzero", "layerzero-full", "fsdp2-full", "fsdp2-hsdp", "layerzero-local")
 
 
-def checks(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the command lines of the parts that check results, by part."""
-    flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-    python, part = [sys.executable], [sys.executable, "-m", "benchmarks.gpu.parts"]
-    found = {}
-    for mode in ("sharded", "full", "local") if args.device == "cuda" else ("sharded",):
-        found[f'loopback, late collectives, "{mode}"'] = [*part, "loopback", "--modes", mode, *flags]
-    observer = ["compute-sanitizer", "--tool=memcheck", "--track-stream-ordered-races=all", "--error-exitcode=9"]
-    found["compute-sanitizer"] = [*(observer if args.device == "cuda" else []), *part, "steps", "--tiny", *flags]
-    for ranks in (4, 2):
-        found[f"verify, gloo, {ranks} ranks on one device"] = [*part, "verify", "--ranks", str(ranks), *flags]
-    found["verify, NCCL, 4 ranks on one device"] = [*part, "verify", "--ranks", "4", "--backend", "default", *flags]
-    found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
-    for offload in ("nothing", "grads", "optimizer"):
-        for where, stream in (("", []), (", on a stream of one's own", ["--side-stream"])):
-            found[f"sanitizer, offload {offload}{where}"] = [*part, "sanitizer", "--offload", offload, *stream, *flags]
-    # Loopback cannot notice the first: requests for scratch memory wait for the same work.
-    for what in ("gradients", "earlier reduction streams", "gathers", "copies to the host"):
-        if what != "gradients":
-            found[f"loopback, without a wait for {what}"] = [*part, "loopback", "--without-wait", what, *flags]
-        offload = "grads" if what == "copies to the host" else "nothing"
-        command = [*part, "sanitizer", "--without-wait", what, "--offload", offload, *flags]
-        found[f"sanitizer, without a wait for {what}"] = command
-    found["capture of a graph inside a unit"] = [*part, "capture", *flags]
-    found["pytest"] = [*python, "-m", "pytest", "-q", "-m", "gpu", "tests/optimizers"]
-    return found
+@dataclass(frozen=True)
+class Part:
+    """Runs that share a time limit.
+
+    Args:
+        call: call that includes this part.
+        seconds: limit on the part.
+        jobs: number of runs at a time. Parts that measure time have one.
+        runs: arguments of ``python -m benchmarks.gpu.parts``, by the name of the run.
+    """
+
+    call: str
+    seconds: float
+    jobs: int
+    runs: dict[str, list[str]]
 
 
-def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the command lines of the parts that measure time and memory, by part."""
-    flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-    part = [sys.executable, "-m", "benchmarks.gpu.parts"]
-    found = {}
-    for scheme in ("plain", *_CONTESTANTS):
-        name = f"overhead, 4 layers of Llama-3 8B, {scheme}"
-        found[name] = [*part, "overhead", "--model", "llama", "--scheme", scheme, *flags]
-    for scheme in ("plain", "layerzero", "layerzero-offload-grads", "layerzero-offload-optimizer", "fsdp2-full"):
-        found[f"step time, 1.3b, {scheme}"] = [*part, "step-time", "--model", "1.3b", "--scheme", scheme, *flags]
-    for scheme in (*_CONTESTANTS, "layerzero-local"):
-        found[f"modeled network, 1.3b, {scheme}"] = [*part, "network", "--model", "1.3b", "--scheme", scheme, *flags]
-    for scheme in (*_CONTESTANTS, "layerzero-local"):
-        found[f"memory, 7b, {scheme}"] = [*part, "memory", "--model", "7b", "--scheme", scheme, *flags]
-    found["codecs"] = [*part, "codecs", *flags]
-    return found
+def parts() -> dict[str, Part]:
+    """Return the parts by name, in the order in which they run."""
+    late = {
+        f'loopback, late collectives, "{mode}"': ["loopback", "--modes", mode] for mode in ("sharded", "full", "local")
+    }
+    races = {
+        f"sanitizer, offload {offload}{', on a stream of its own' * side}": [
+            *("sanitizer", "--offload", offload),
+            *(["--side-stream"] * side),
+        ]
+        for offload in ("nothing", "grads", "optimizer")
+        for side in (False, True)
+    }
+    memory = {
+        f"memory, {model}, {scheme}": ["memory", "--model", model, "--scheme", scheme, "--micro-batches", count]
+        for model, count in (("llama", "4"), ("7b", "2"))
+        for scheme in _NETWORK
+    }
+    return {
+        "1 machine": Part("1", 40, 1, {"machine": ["machine"]}),
+        "2 ranks, two": Part("1", 60, 1, {"NCCL, 2 ranks on one device": ["ranks", "--ranks", "2"]}),
+        "2 ranks, four": Part("1", 90, 1, {"NCCL, 4 ranks on one device": ["ranks", "--ranks", "4"]}),
+        "3 streams": Part("1", 200, 8, {"waits, each left out once": ["waits"], **late, **races}),
+        "4 host": Part("1", 60, 1, {"waits of the host": ["blocking", "--model", "small"]}),
+        "5 time": Part("1", 90, 1, {"host time and kernels": ["overhead", "--model", "llama"]}),
+        "6 graph": Part("2", 30, 1, {"graph, captured in step 3": ["graph"]}),
+        "7 memory": Part("2", 90, 2, memory),
+        "7 offloads": Part("2", 60, 1, {"step times with offloads": ["offloads"]}),
+        "more checks": Part(
+            "more",
+            240,
+            4,
+            {
+                "compute-sanitizer": ["steps", "--tiny"],
+                **{f"verify, gloo, {n} ranks on one device": ["verify", "--ranks", str(n)] for n in (4, 2)},
+            },
+        ),
+        "more times": Part(
+            "more",
+            240,
+            1,
+            {**{f"modeled network, 1.3b, {s}": ["network", "--scheme", s] for s in _NETWORK}, "codecs": ["codecs"]},
+        ),
+    }
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of the size of a test")
-    parser.add_argument("--only", default="", help="parts with this in their name")
-    parser.add_argument("--parts", choices=["all", "checks", "measurements"], default="all")
-    parser.add_argument("--jobs", type=int, default=4, help="number of checks at a time")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a part")
-    parser.add_argument("--results", type=Path, help=f"default: {RESULTS.relative_to(_ROOT)}, for all parts on a GPU")
-    args = parser.parse_args()
+    parser.add_argument("--call", choices=["1", "2", "more"], nargs="*", default=["1", "2"])
+    parser.add_argument("--only", default="", help="runs with this in their name")
+    parser.add_argument("--nccl", type=Path, help="libnccl.so.2 of NCCL 2.30 or newer, for several ranks on one device")
+    parser.add_argument("--results", type=Path, help=f"default: {RESULTS.relative_to(_ROOT)}, on a GPU")
+    args = parser.parse_args(given)
     if args.results is None:
-        if args.only or args.tiny or args.parts != "all" or args.device != "cuda":
-            parser.error("pass --results, since the published results have all parts on a GPU")
+        if args.tiny or args.device != "cuda":
+            parser.error("pass --results, since the published results come from a GPU")
         args.results = RESULTS
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"torch": torch.__version__, "device": device, "tiny": args.tiny, "parts": {}}
-
-    def result_of(name: str, command: list[str]) -> dict[str, Any]:
-        missing = why_skipped(name, args.device)
-        return {"ok": True, "skipped": missing} if missing else run(command, args.timeout, name)
-
-    for group, jobs in ((checks, args.jobs), (measurements, 1)):
-        chosen = {name: command for name, command in group(args).items() if args.only in name}
-        if args.parts not in ("all", group.__name__):
+    if args.nccl is not None and not args.nccl.is_file():
+        parser.error(f"--nccl: {args.nccl} is not a file")
+    results = _earlier(args)
+    ok = True
+    for part in parts().values():
+        chosen = {name: run for name, run in part.runs.items() if args.only in name}
+        if part.call not in args.call or not chosen:
             continue
-        with ThreadPoolExecutor(jobs) as pool:
-            for name, found in zip(chosen, pool.map(result_of, chosen, chosen.values()), strict=True):
+        deadline = time.monotonic() + part.seconds
+        with ThreadPoolExecutor(part.jobs) as pool:
+            started = {pool.submit(run, name, given, args, deadline): name for name, given in chosen.items()}
+            for done in as_completed(started):
+                name, found = started[done], done.result()
+                ok &= found["ok"]
                 results["parts"][name] = found
-                print(f"{name}: {json.dumps(found)}", flush=True)
+                print(f"{name}: {json.dumps(found)[:2000]}", flush=True)
                 args.results.write_text(json.dumps(results, indent=1) + "\n")
-    sys.exit(any(not part["ok"] for part in results["parts"].values()))
+    return 0 if ok else 1
 
 
-def why_skipped(name: str, device: str) -> str | None:
-    """Return why a part cannot run on this machine, or None."""
-    if device == "cuda" and name == "compute-sanitizer" and shutil.which("compute-sanitizer") is None:
-        return "compute-sanitizer, a part of the CUDA toolkit, is not installed"
-    if device == "cuda" and name.startswith("verify, NCCL, 4 ranks") and torch.cuda.nccl.version() < (2, 30):
-        return f"NCCL {torch.cuda.nccl.version()} does not run several ranks on one device; 2.30 does"
-    return None
+def _earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of earlier calls with the same torch on the same device, or new results without parts."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    results: dict[str, Any] = {"torch": torch.__version__, "device": device, "tiny": args.tiny}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if args.results.exists():
+        earlier: dict[str, Any] = json.loads(args.results.read_text())
+        if {**earlier, **results} == earlier:
+            return earlier
+    return {**results, "parts": {}}
 
 
-def environment(name: str) -> dict[str, str]:
-    """Return the environment variables of a part, in addition to those of this process."""
-    if name == "compute-sanitizer":
-        return {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
-    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if name.startswith("verify, NCCL, 4 ranks") else {}
+def run(name: str, given: Sequence[str], args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Run one process of a part, and return its results."""
+    command = [sys.executable, "-m", "benchmarks.gpu.parts", *given, "--device", args.device]
+    command += ["--tiny"] * (args.tiny and "--tiny" not in given)
+    environment = dict(os.environ)
+    if name == "compute-sanitizer" and args.device == "cuda":
+        if shutil.which(name) is None:
+            return {"ok": True, "skipped": "compute-sanitizer, a part of the CUDA toolkit, is not installed"}
+        command[:0] = [name, "--tool=memcheck", "--track-stream-ordered-races=all", "--error-exitcode=9"]
+        environment["PYTORCH_ALLOC_CONF"] = "backend:cudaMallocAsync"
+    if given[0] == "ranks":
+        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        if args.nccl is not None:
+            environment["LD_PRELOAD"] = str(args.nccl.resolve())
+    began = time.monotonic()
+    ended, output = _output_of(command, environment, deadline)
+    seconds = round(time.monotonic() - began, 1)
+    found = last_report(output)
+    if ended == 0 and found is not None:
+        return {"ok": True, "seconds": seconds, **found}
+    error = f"not finished in {seconds:.0f} s" if ended is None else excerpt(output)
+    return {**(found or {}), "ok": False, "seconds": seconds, "error": error}
 
 
-def run(command: list[str], timeout: float, name: str) -> dict[str, Any]:
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=_ROOT,
-            env=os.environ | environment(name),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+def _output_of(command: Sequence[str], environment: dict[str, str], deadline: float) -> tuple[int | None, str]:
+    """Return the exit status of a process, or None if it has not finished, and its output.
+
+    At the deadline, the process is killed with all processes that it has started.
+    """
+    if time.monotonic() > deadline:
+        return None, ""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "error": f"not finished after {timeout:.0f} s"}
-    seconds = round(time.monotonic() - start, 1)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if "pytest" in command:
-        ok = done.returncode in (0, 5)  # 5: no test was selected
-        summary = done.stdout.strip().splitlines()[-1:]
-        if ok and " passed" not in "".join(summary):
-            return {"ok": True, "skipped": "no test ran: " + "".join(summary)}
-        return {"ok": ok, "seconds": seconds, "says": summary}
-    if done.returncode or not lines:
-        return {"ok": False, "seconds": seconds, "error": excerpt(done.stdout + done.stderr)}
-    return {"seconds": seconds, "ok": True, **json.loads(lines[-1].removeprefix(_MARK))}
+        ended = None
+        try:
+            ended = process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also after an interrupt
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return ended, output.read()
 
 
 def excerpt(output: str) -> str:
@@ -158,4 +198,4 @@ def excerpt(output: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import warnings
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
-from benchmarks.gpu import __main__ as gpu_main
-from benchmarks.gpu import tables as gpu
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Results, published, summarize
 from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, file_of, losses_agree, readme_with, render
@@ -347,44 +344,3 @@ def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_checkpoints_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "checkpoint" / "checkpoint.json").read_text())
     assert checkpoint.table(results) in (PAGE.parent / "checkpoints.md").read_text()
-
-
-def test_the_tables_of_gpus_are_what_was_measured() -> None:
-    results = json.loads((FOLDER / "gpu" / "gpu.json").read_text())
-    page = (PAGE.parent / "gpu.md").read_text()
-    assert all(part["ok"] for part in results["parts"].values()) and results["device"] in page and not results["tiny"]
-    everything = Namespace(device="cuda", tiny=False, only="")
-    missing = {*gpu_main.checks(everything), *gpu_main.measurements(everything)} - results["parts"].keys()
-    for part in missing:  # the page names what was not run to its end
-        assert f"- {part}\n" in page
-    for table in gpu.tables(results["parts"]).values():
-        assert table in page
-
-
-@pytest.mark.slow
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "part",
-    [
-        'loopback, late collectives, "sharded"',
-        "loopback, without a wait for gathers",
-        "sanitizer, offload grads",
-        "sanitizer, without a wait for gradients",
-        "compute-sanitizer",
-        "capture of a graph inside a unit",
-        "codecs",
-        "overhead, 4 layers of Llama-3 8B, layerzero-full",
-        "overhead, 4 layers of Llama-3 8B, fsdp2-hsdp",
-        "modeled network, 1.3b, layerzero-local",
-        "memory, 7b, fsdp2-full",
-        "step time, 1.3b, plain",
-        "verify, NCCL, 4 ranks on one device",
-    ],
-)
-def test_the_parts_of_the_gpu_benchmark_run_on_a_cpu_at_the_size_of_a_test(part: str, tmp_path: Path) -> None:
-    results = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--only", part]
-    done = subprocess.run([*command, "--results", str(results)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    parts = json.loads(results.read_text())["parts"]
-    assert parts[part]["ok"] and "skipped" not in parts[part]
