@@ -80,6 +80,7 @@ CLOSED = (
     "its last use, or shard a new model"
 )
 _PATIENCE, _POLL = 5.0, 0.005  # seconds to wait for in-flight collectives when the process exits, and between looks
+_SHORT_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"  # variable that gloo reads; see docs/scale.md
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
 
 
@@ -388,16 +389,21 @@ def _config_on(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 def group_count_fields(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Return the number of groups created so far for each of `members`, in the form of `groups` of `require_equal`.
+    """Return what the members of a group must agree on before they create another, as `groups` of `require_equal`.
 
-    The members of a group must agree on this number before they create another group. See [Note: Names of groups].
+    These are the number of groups created so far for the same `members` (see [Note: Names of groups]), and whether gloo
+    leaves the numbers of connections out of its addresses. A rank that expects them would read beyond the address.
 
     Args:
         members: for each group, the ranks that are its members.
     """
     names = _name_counts()
+    has_short_addresses = int(os.environ.get(_SHORT_ADDRESSES) in ("1", "True"))
     return {
-        f"groups of the ranks {list(ranks)}": {"number of process groups created so far": names[tuple(sorted(ranks))]}
+        f"groups of the ranks {list(ranks)}": {
+            "number of process groups created so far": names[tuple(sorted(ranks))],
+            _SHORT_ADDRESSES: has_short_addresses,
+        }
         for ranks in members
     }
 
