@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 
 from benchmarks.figures import Panel, figure_of
 from benchmarks.results import Results, published
+from benchmarks.scale import FSDP2, HSDP, Job
 
-__all__ = ["IMAGES", "draw"]
+__all__ = ["IMAGES", "draw", "draw_scale"]
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 _COLORS = {
@@ -72,6 +73,32 @@ def _panel(panel: Panel, place: Axes) -> None:
     place.grid(axis="x", alpha=0.3)
 
 
+def draw_scale(folder: Path) -> Path:
+    """Draw what a rank sends per step, against the number of ranks; return the path of the image."""
+    schemes = {"layerzero": ("sharded", "ours"), HSDP: (HSDP, "hybrid"), FSDP2: (FSDP2, "full")}
+    path, ranks = folder / "scale.svg", [2**power for power in range(4, 15)]
+    with matplotlib.rc_context(_MATPLOTLIB):
+        canvas, (upper, lower) = plt.subplots(2, figsize=(6, 5.6), sharex=True, layout="constrained")
+        for label, (scheme, family) in schemes.items():
+            steps = [Job(each, 8, micro_batches=4, units=33, numel=10**9).traffic(scheme) for each in ranks]
+            style = {"color": _COLORS[family], "label": label, "linestyle": "--" if scheme == HSDP else "-"}
+            upper.plot(ranks, [step.bytes_between / 1e9 for step in steps], **style)
+            lower.plot(ranks, [step.messages_inside + step.messages_between for step in steps], **style)
+        upper.set_ylim(0)
+        upper.set_title("GB sent to other nodes per step and rank", loc="right", fontsize=11)
+        lower.set_title("messages sent per step and rank", loc="right", fontsize=11)
+        lower.set_yscale("log")
+        lower.set_xscale("log", base=2)
+        lower.set_xticks(ranks[::2], [f"{each:,}" for each in ranks[::2]])
+        lower.set_xlabel("ranks, 8 on a node; A = 4, 33 units, 10⁹ parameters")
+        for place in (upper, lower):
+            place.grid(alpha=0.3)
+        upper.legend(frameon=False)
+        canvas.savefig(path, metadata={"Date": None})
+        plt.close(canvas)
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="*", help="by default what is published")
@@ -79,6 +106,8 @@ def main() -> int:
     args = parser.parse_args()
     for results in [Results.load(path) for path in args.results] or published():
         print(draw(results, args.folder))
+    if not args.results:
+        print(draw_scale(args.folder))
     return 0
 
 

@@ -313,6 +313,7 @@ def test_figures_show_the_published_results_without_marks_of_code(tmp_path: Path
         text = plots.draw(results, tmp_path).read_text(encoding="utf-8")
         assert "<svg" in text and ">FSDP2 HSDP</text>" in text and "`" not in text
         assert f"images/{results.where}.svg" in page
+    assert ">FSDP2's full sharding</text>" in plots.draw_scale(tmp_path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 100.0])
