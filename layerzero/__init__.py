@@ -31,6 +31,7 @@ from layerzero.sharding.shard_model import shard_model
 if TYPE_CHECKING:
     from layerzero import checkpoint, extend, planning
     from layerzero.ema import EMA
+    from layerzero.fsdp2 import FSDPModule, fully_shard
     from layerzero.outer_steps import OuterSteps, outer
     from layerzero.planning import Plan, plan
     from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
@@ -56,6 +57,7 @@ __all__ = [
     "Codecs",
     "Corruption",
     "CorruptionGuard",
+    "FSDPModule",
     "Fingerprint",
     "Float8Rows",
     "GatherCodec",
@@ -89,6 +91,7 @@ __all__ = [
     "fingerprint",
     "full_precision",
     "full_state_dict",
+    "fully_shard",
     "gathered",
     "guard_corruption",
     "guard_steps",
@@ -118,6 +121,7 @@ __all__ = [
 _ADD_ONS: dict[str, tuple[str, ...]] = {
     "layerzero.checkpoint": (),
     "layerzero.ema": ("EMA",),
+    "layerzero.fsdp2": ("FSDPModule", "fully_shard"),
     "layerzero.extend": (),
     "layerzero.outer_steps": ("OuterSteps", "outer"),
     "layerzero.planning": ("Plan", "plan"),

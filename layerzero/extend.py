@@ -48,10 +48,10 @@ from layerzero.comm.collectives import (
     timeout_of,
 )
 from layerzero.comm.gather_text import all_gather_text, require_numpy
-from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.mesh_info import MeshInfo, as_data_parallel
 from layerzero.comm.model_ranks import DelayedRankMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
-from layerzero.comm.process_groups import ModelGroups, group_count_fields, mesh_group
+from layerzero.comm.process_groups import HeldGroup, ModelGroups, drop_idle_groups, group_count_fields, mesh_group
 from layerzero.comm.refreshers import (
     COMPARE_EVERY,
     REFRESHES_IN_FLIGHT,
@@ -70,7 +70,16 @@ from layerzero.comm.transport.base import (
 )
 from layerzero.comm.waits import NonCollectiveWait, may_wait, raise_verdict, waiting
 from layerzero.comm.watchdog import new_scope
-from layerzero.config import ACCUMULATIONS, Accumulation, Policy, Reshards, Units, codec_text, refuse_old_names
+from layerzero.config import (
+    ACCUMULATIONS,
+    Accumulation,
+    Policy,
+    Reshards,
+    Units,
+    UnitSettings,
+    codec_text,
+    refuse_old_names,
+)
 from layerzero.device.accelerator import compute_device, default_device_type, host_memory, synchronize_current_stream
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
 from layerzero.device.profiling import profiler_range
@@ -85,7 +94,7 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import get_state
+from layerzero.engine.hooks import UnfinishedHook, forward_hooks, get_state, is_unit
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, active_view
 from layerzero.engine.module_buffers import original_dtypes
@@ -102,12 +111,22 @@ from layerzero.optimizers.optimizer_state import shorten_names
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
 from layerzero.optimizers.update_rule import FullParam, UpdateRule
 from layerzero.optimizers.wrapped_optimizer import record_writes
-from layerzero.sharding.build_units import build_unit, plan_unit
+from layerzero.sharding import module_methods
+from layerzero.sharding.build_units import BuiltUnit, PlannedUnit, build_unit, move_unit, plan_unit
 from layerzero.sharding.make_root import make_root
-from layerzero.sharding.module_methods import set_gradient_divide_factor
+from layerzero.sharding.module_methods import UnshardHandle, set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
-from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, block_classes
+from layerzero.sharding.unit_selection import (
+    ParamInfo,
+    UnitDefinition,
+    block_classes,
+    qualified_name,
+    ranks_in,
+    refuse_shared_memory,
+    refuse_unsupported,
+)
+from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
@@ -124,6 +143,7 @@ __all__ = [
     "Accumulation",
     "BufferDemand",
     "BufferPool",
+    "BuiltUnit",
     "Collective",
     "Communicator",
     "DeferredCollectiveError",
@@ -141,6 +161,7 @@ __all__ = [
     "GatheredBytes",
     "Handle",
     "HandleSpec",
+    "HeldGroup",
     "LaunchedCollective",
     "LayerZeroState",
     "LocalShard",
@@ -159,6 +180,7 @@ __all__ = [
     "PendingRefresh",
     "PendingSmallGather",
     "PendingWait",
+    "PlannedUnit",
     "Policy",
     "RefreshInput",
     "Reshards",
@@ -172,9 +194,12 @@ __all__ = [
     "ThreadStream",
     "Transport",
     "TransportTraits",
+    "UnfinishedHook",
     "UnitDefinition",
+    "UnitSettings",
     "UnitSpec",
     "Units",
+    "UnshardHandle",
     "UpdateRule",
     "accumulates_full_gradients",
     "active_view",
@@ -187,6 +212,7 @@ __all__ = [
     "all_reduce_over",
     "all_to_all",
     "any_not_finite",
+    "as_data_parallel",
     "as_integers",
     "attach",
     "available_memory",
@@ -201,13 +227,16 @@ __all__ = [
     "default_device_type",
     "device_bytes",
     "digest",
+    "drop_idle_groups",
     "estimate_memory",
     "format_first_names",
+    "forward_hooks",
     "get_state",
     "group_count_fields",
     "group_kind",
     "has_peers",
     "host_memory",
+    "is_unit",
     "kinds_that_need_full_params",
     "launching",
     "load_named",
@@ -216,6 +245,8 @@ __all__ = [
     "max_magnitudes",
     "may_wait",
     "mesh_group",
+    "module_methods",
+    "move_unit",
     "new_scope",
     "nonfinite_names",
     "optimizer_bytes",
@@ -227,12 +258,17 @@ __all__ = [
     "plan_units",
     "predicted_traffic",
     "profiler_range",
+    "qualified_name",
     "raise_verdict",
+    "ranks_in",
     "receive",
     "record_writes",
     "refresh_buffer_sizes",
     "refuse_old_names",
     "refuse_rank_local",
+    "refuse_shared_memory",
+    "refuse_unsupported",
+    "refuse_wrapped_parts",
     "require_equal",
     "require_numpy",
     "rows_of",

@@ -41,11 +41,12 @@ class MutationTracker:
     def replace_for_new_storage(self) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any later use of the old storage raises RuntimeError."""
         self.access_error = (
-            "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters. "
-            "Read them from the parameter again"
+            "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters, "
+            "or before the first forward after fully_shard. Read them from the parameter again"
         )
         new = MutationTracker()
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
+        new.masters, new.write_count, new.loaded_digests = self.masters, self.write_count, self.loaded_digests
         return new
 
     def prepare_read(self) -> None:

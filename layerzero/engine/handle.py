@@ -15,6 +15,7 @@ from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
 from layerzero.device.streams import Waitable
 from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension
+from layerzero.dtensor.local_shard import LocalShard
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MasterState, MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE
@@ -59,6 +60,8 @@ class Handle:
         options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         extension: all-gather extension of the only parameter in `layout`, or None. With an extension, the handle has no
             full buffer. See [Note: All-gather extensions] in extensions.py.
+        previous: handle with the same layout that this handle replaces, or None. This rank's rows are copied from it,
+            and the sharded parameters remain the same objects. `originals` has its gathered parameters.
 
     Attributes:
         weights: master, ZeRO-3 shard, full buffer and gathered parameters.
@@ -80,6 +83,7 @@ class Handle:
         mesh: MeshResources,
         options: GatherOptions,
         extension: GatherExtension | None = None,
+        previous: Handle | None = None,
     ) -> None:
         self.name = name
         self.label = label
@@ -87,14 +91,16 @@ class Handle:
         self.precision = precision
         self.reduction_spec = reduction_spec
         self.mesh_info = mesh.mesh_info
-        self.tracker = MutationTracker()
+        self.tracker: MutationTracker = (
+            MutationTracker() if previous is None else previous.tracker.replace_for_new_storage()
+        )
         self.state = GatherState.SHARDED
         self.used_in_context = False
         self._gathering: Waitable | None = None
         self._mesh = mesh
         parameters = [parameter for parameter, _, _ in originals]
         is_trained = any(parameter.requires_grad for parameter in parameters)
-        self.weights = WeightStorage(
+        self.weights: WeightStorage = WeightStorage(
             layout,
             parameters,
             precision,
@@ -104,12 +110,16 @@ class Handle:
             updated_on_host=is_trained or precision.master != precision.compute,
             refresher=mesh.refresher if is_trained and precision.casts_to_16_bits else None,
             extension=extension,
+            previous=None if previous is None else previous.weights,
         )
+        self.extension = extension
         self.source: WeightStorage | FullPrecision = self.weights
         if self.weights.refresher is not None:  # a thread may still read the masters
             self.tracker.before_write = self.weights.finish_refresh
-        self.members = tuple(
-            self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
+        replaced = [None] * len(originals) if previous is None else previous.members
+        self.members: tuple[ManagedParam, ...] = tuple(
+            self._make_member(slot, *original, replaced=each)
+            for slot, original, each in zip(layout.slots, originals, replaced, strict=True)
         )
         self._inspector: Inspect | None = None
         self.gradients: HandleGradients | None = None  # None until a parameter requires a gradient
@@ -175,6 +185,8 @@ class Handle:
         original: nn.Parameter,
         owners: tuple[tuple[nn.Module, str], ...],
         model_parallel: ModelParallelSpec | None,
+        *,
+        replaced: ManagedParam | None,
     ) -> ManagedParam:
         master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         flat_range, offers_main_grad = slice(slot.offset, slot.end), self.reduction_spec.sends_accumulator
@@ -184,13 +196,16 @@ class Handle:
         else:
             leaf = params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
-        leaf.requires_grad_(original.requires_grad)
-        parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
-        assert isinstance(parameter, RowShardedTensor)
-        parameter.gathered = leaf
-        copy_attributes_and_hooks(original, gathered=leaf, sharded=parameter)
+        shown = original if replaced is None else replaced.sharded  # the parameter that the user has
+        leaf.requires_grad_(shown.requires_grad)
+        if replaced is None:
+            shown = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
+        assert isinstance(shown, RowShardedTensor)
+        copy_attributes_and_hooks(original, gathered=leaf, sharded=shown if replaced is None else leaf)
+        shown.gathered, shown._local_tensor = leaf, LocalShard(master, spec, self.tracker)
         module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, id(original), accumulate_grad)
+        original_id = id(original) if replaced is None else replaced.original_id
+        return ManagedParam(slot.name, module_refs, leaf, shown, master, spec, local, original_id, accumulate_grad)
 
     @torch.no_grad()
     def change_layout(self, layout: FlatLayout) -> None:

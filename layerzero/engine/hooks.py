@@ -114,6 +114,24 @@ def _load_state_dict_pre_hook(
             state_dict.setdefault(name, state_dict[present[-1]])
 
 
+class UnfinishedHook:
+    """Forward pre-hook of a unit that was built before the root of its model; see ``layerzero.fully_shard``."""
+
+    def finish(self, module: nn.Module) -> None:
+        """Make the root of the model to which `module`, or the unit inside it, belongs. All ranks must call this."""
+        raise NotImplementedError
+
+
+def _finish_units(module: nn.Module) -> bool:
+    """Complete the model of the first unfinished unit inside `module`. Return False if there is none."""
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, UnfinishedHook):
+                hook.finish(module)
+                return True
+    return False
+
+
 def get_state(model: nn.Module) -> LayerZeroState:
     """Return the state of a sharded model.
 
@@ -132,6 +150,8 @@ def get_state(model: nn.Module) -> LayerZeroState:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.lz_state
     require_not_closed(model)
+    if _finish_units(model):
+        return get_state(model)
     if inside := ", ".join(repr(path) for path in _states_in(model)):
         raise ValueError(
             f"this {type(model).__name__} is not sharded, but contains sharded models: {inside}. Call this function "
@@ -146,7 +166,11 @@ def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
     Raises:
         TypeError, ValueError: `model` is not a module, contains no sharded model, or is a part of a sharded model.
     """
-    inside = _states_in(model) if isinstance(model, nn.Module) else {}
+    inside = {}
+    if isinstance(model, nn.Module):
+        while _finish_units(model):
+            pass
+        inside = _states_in(model)
     return inside or {"": get_state(model)}
 
 
@@ -188,6 +212,8 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
         ids = set(inside)
         members += [m for m in lz_state.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
     if not members_by_state:
+        if _finish_units(module):
+            return managed_params_in(module)
         require_not_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (
@@ -210,6 +236,8 @@ def forward_hooks(module: nn.Module) -> tuple[_PreForwardHook, _PostForwardHook]
     after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _PostForwardHook)), None)
     if before is None or after is None or before.closed:
         require_not_closed(module)
+        if _finish_units(module):
+            return forward_hooks(module)
         raise ValueError(
             f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of a "
             "sharded model"
@@ -227,7 +255,7 @@ def owning_units(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         ValueError: all parameters of `module` are in units nested in it.
     """
     require_not_closed(module)
-    own_modules, inner_units = split_at_units([module], _is_hooked)
+    own_modules, inner_units = split_at_units([module], is_unit)
     parameters = [each for own in own_modules for each in own._parameters.values() if each is not None]
     if inner_units and not parameters:
         raise ValueError(
@@ -243,7 +271,7 @@ def owning_units(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     return {lz_state: [unit for unit in lz_state.units if unit in units] for lz_state, units in units_by_state.items()}
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_unit(module: nn.Module) -> bool:
     """Return whether `module` is a sharded model or a unit of one."""
     return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
 

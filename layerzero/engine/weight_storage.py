@@ -51,6 +51,7 @@ class WeightStorage:
         refresher: object that encodes refreshes, or None. It requires weights and masters in host memory.
         extension: all-gather extension of the only parameter in `layout`, which gathers the shard, or None. With an
             extension, there is no full buffer.
+        previous: weights whose shards are copied instead of rows of `parameters`, or None.
 
     Attributes:
         master: ZeRO-1 shard, 1-D [L].
@@ -77,6 +78,7 @@ class WeightStorage:
         updated_on_host: bool,
         refresher: EncodedRefresher | None,
         extension: GatherExtension | None,
+        previous: WeightStorage | None = None,
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -105,7 +107,7 @@ class WeightStorage:
         self.last_change = torch.zeros(numel, dtype=torch.int16, device=self.mesh_info.device) if predicts else None
         self.master = self._new_master()
         self.compute = self.buffer.full.data
-        self._set_values(parameters)
+        self._set_values(parameters if previous is None else previous)
         self.extended: ExtendedGather | None = None
         if extension is not None:
             name, shape = layout.slots[0].name, tuple(parameters[0].shape)
@@ -163,13 +165,17 @@ class WeightStorage:
         return torch.zeros(numel, dtype=self.precision.master, device=self.mesh_info.device)
 
     @torch.no_grad()
-    def _set_values(self, parameters: Sequence[Tensor]) -> None:
+    def _set_values(self, source: Sequence[Tensor] | WeightStorage) -> None:
         grid, layout = self.mesh_info.grid, self.layout
-        for slot, parameter in zip(layout.slots, parameters, strict=True):
-            values = parameter.detach().contiguous().view(-1)
-            for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
-                common = overlap(slot, grid.range_of(layout, extent))
-                target[common.of_range] = values[common.of_slot]
+        if isinstance(source, WeightStorage):
+            self.zero3_shard.copy_(source.zero3_shard)
+            self.master.copy_(source.master)
+        else:
+            for slot, parameter in zip(layout.slots, source, strict=True):
+                values = parameter.detach().contiguous().view(-1)
+                for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
+                    common = overlap(slot, grid.range_of(layout, extent))
+                    target[common.of_range] = values[common.of_slot]
         self.buffer.publish(None)
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition
 from layerzero.sharding.unit_settings import unit_to_compare
 from layerzero.utils.add_ons import addon
+
+# The local part of a parameter, its (module, attribute) pairs, and its model-parallel spec.
+HandleArguments = tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]
 
 
 class PlannedUnit(NamedTuple):
@@ -233,36 +236,91 @@ def build_unit(
         _broadcast_from_rank_0(plan, site)
     uninitialized = uninitialized_tensors(plan, on_meta)
     cast_buffers = _cast_buffers(plan, policy.buffer_dtype)
-    by_name = {info.name: info for info in plan.parameters}
-    options = _gather_options(planned, config, site)
+    by_name = {info.name: _handle_arguments(info, site) for info in plan.parameters}
     handles = [
-        Handle(
-            f"unit {plan.name!r}, {each.kind}",
-            each.layout,
-            [_handle_arguments(by_name[slot.name], site) for slot in each.layout.slots],
-            label=plan.name or "the root",
-            precision=each.precision,
-            reduction_spec=each.reduction_spec,
-            mesh=site.resources,
-            options=options,
-            extension=None if each.extension is None else extensions[each.layout.slots[0].name],
-        )
+        _make_handle(planned, each, by_name, shared, extension=extensions.get(each.layout.slots[0].name))
         for each in planned.handles
     ]
     _retire_parameters(plan, originals, handles)
+    unit = _make_unit(planned, handles, shared, cast_buffers, [each.unit for each in enclosing])
+    return BuiltUnit(unit, uninitialized, bool(on_meta), to_compare)
+
+
+def move_unit(built: BuiltUnit, planned: PlannedUnit, shared: SharedResources) -> BuiltUnit:
+    """Build a unit again that no pass has used, with the process groups, transport and pools of `shared`.
+
+    The sharded parameters remain the same objects, with the same rows on each rank. The old handles lose their memory
+    one by one, so at most one handle needs memory twice.
+
+    Args:
+        planned: the plan from which the unit was built. Names and settings may have changed.
+    """
+    plan, handles = planned.definition, list(built.unit.handles)
+    owners = {info.name: info.owners for info in plan.parameters}
+    for index, (spec, previous) in enumerate(zip(planned.handles, handles, strict=True)):
+        originals: dict[str, HandleArguments] = {
+            slot.name: (member.gathered, owners[slot.name], member.spec.model_parallel)
+            for slot, member in zip(spec.layout.slots, previous.members, strict=True)
+        }
+        handles[index] = _make_handle(planned, spec, originals, shared, previous=previous)
+        previous.__dict__.clear()
+    unit = _make_unit(planned, handles, shared, built.unit.cast_buffers)
+    return built._replace(unit=unit)
+
+
+def _make_handle(
+    planned: PlannedUnit,
+    spec: HandleSpec,
+    originals: Mapping[str, HandleArguments],
+    shared: SharedResources,
+    *,
+    extension: GatherExtension | None = None,
+    previous: Handle | None = None,
+) -> Handle:
+    """Create a handle of a unit.
+
+    Args:
+        originals: the parameter, owners and model-parallel spec of each slot, by its name.
+        previous: handle to replace; see :class:`Handle`.
+    """
+    plan = planned.definition
+    site = shared.sites[plan.mesh]
+    return Handle(
+        f"unit {plan.name!r}, {spec.kind}",
+        spec.layout,
+        [originals[slot.name] for slot in spec.layout.slots],
+        label=plan.name or "the root",
+        precision=spec.precision,
+        reduction_spec=spec.reduction_spec,
+        mesh=site.resources,
+        options=_gather_options(planned, shared.config, site),
+        extension=extension if previous is None else previous.extension,
+        previous=previous,
+    )
+
+
+def _make_unit(
+    planned: PlannedUnit,
+    handles: Sequence[Handle],
+    shared: SharedResources,
+    cast_buffers: Sequence[CastBuffer],
+    enclosing: Sequence[Unit] = (),
+) -> Unit:
+    """Create a unit from its handles, and put the sharded parameters into its modules."""
+    plan, chosen = planned.definition, planned.settings
     unit = Unit(
         plan.name,
         plan.called,
         tuple(handles),
-        site.resources,
-        policy=policy,
-        reshard_after_forward=planned.settings.reshard_after_forward,
-        reshard_after_backward=planned.settings.reshard_after_backward,
+        shared.sites[plan.mesh].resources,
+        policy=chosen.policy,
+        reshard_after_forward=chosen.reshard_after_forward,
+        reshard_after_backward=chosen.reshard_after_backward,
         cast_buffers=cast_buffers,
-        enclosing=[each.unit for each in enclosing],
+        enclosing=enclosing,
     )
     unit.show_sharded()
-    return BuiltUnit(unit, uninitialized, bool(on_meta), to_compare)
+    return unit
 
 
 def _gather_options(planned: PlannedUnit, config: LayerZeroConfig, site: UnitMesh) -> GatherOptions:
@@ -301,9 +359,7 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
     return extensions
 
 
-def _handle_arguments(
-    info: ParamInfo, site: UnitMesh
-) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
+def _handle_arguments(info: ParamInfo, site: UnitMesh) -> HandleArguments:
     """Return the local part, the owners and the model-parallel spec of a parameter, as :class:`Handle` needs them."""
     parameter, part = info.parameter, info.parameter
     if isinstance(parameter, DTensor):

@@ -407,7 +407,7 @@ def bind_methods(lz_state: LayerZeroState) -> None:
                 name = function.__name__
                 if not hasattr(module, name):
                     setattr(module, name, _bind_weakly(function, module))
-                else:
+                elif not getattr(getattr(module, name), "is_layerzeros", False):
                     skipped.setdefault(name, "model" if is_root else type(module).__name__)
     for name, owner in skipped.items():
         _LOG.warning(

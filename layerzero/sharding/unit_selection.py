@@ -122,7 +122,7 @@ def partition(
     for name, module in model.named_modules():
         around[name][0].modules[module] = name
     _assign_parameters(model, around, ignored)
-    _refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
+    refuse_shared_memory(model, {id(info.parameter) for plan in plans.values() for info in plan.parameters})
     return list(plans.values())
 
 
@@ -158,7 +158,7 @@ def _assign_parameters(
         owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
         if owner not in ranks:
             ranks[owner] = ranks_in(owner.mesh)
-        _refuse_unsupported(info, ranks[owner])
+        refuse_unsupported(info, ranks[owner])
         owner.parameters.append(info)
 
 
@@ -513,7 +513,7 @@ def _refuse_sharded_twice(model: nn.Module) -> None:
             )
 
 
-def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
+def refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
     parameter, name = info.parameter, info.name
     if is_lazy(parameter):
         raise ValueError(
@@ -546,7 +546,7 @@ class _Memory(NamedTuple):
         return cls(key, begin, begin + (last + 1) * tensor.itemsize, name, is_sharded, tensor)
 
 
-def _refuse_shared_memory(model: nn.Module, sharded: Collection[int]) -> None:
+def refuse_shared_memory(model: nn.Module, sharded: Collection[int]) -> None:
     """Raise ValueError if a parameter shares memory with another tensor of the model. Sharding would separate the two.
 
     Args:

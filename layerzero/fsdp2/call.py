@@ -1,0 +1,183 @@
+"""Shard the parameters of one unit, with :func:`fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from layerzero.extend import (
+    ParamInfo,
+    RowShardedTensor,
+    UnitDefinition,
+    build_unit,
+    current,
+    default_device_type,
+    plan_unit,
+    ranks_in,
+    refuse_shared_memory,
+    refuse_unsupported,
+    refuse_wrapped_parts,
+)
+from layerzero.fsdp2.fsdp_module import mix_in
+from layerzero.fsdp2.unfinished import CallSettings, UnfinishedUnit, provisional_resources, unfinished_unit_of
+
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: _Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> _Modules:
+    """Shard the parameters of a module in place, with the arguments of ``torch.distributed.fsdp.fully_shard``.
+
+    Call this function for each unit, innermost first, and last for the model, as with FSDP2. A call shards the
+    parameters of `module` that no earlier call has sharded: ``module.parameters()`` then yields DTensors with this
+    rank's rows of the masters, as after :func:`layerzero.shard_model`. The first forward, or the first function that
+    needs the model (:func:`layerzero.shard_optimizer`, ``layerzero.checkpoint.save``, :func:`layerzero.memory`),
+    completes it: the ranks compare their units and settings, and connect. The root is then the outermost module with a
+    call, or the module that such a function is called with, if it contains all units. Wrap the optimizer with
+    :func:`layerzero.shard_optimizer`.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: data-parallel mesh. On a mesh with one axis, weights and optimizer states are sharded over it. On a mesh
+            with two axes, weights are sharded over the second, and optimizer states over both. The default is all
+            ranks. All units of a model must have the same mesh.
+        reshard_after_forward: see :func:`layerzero.shard_model`. None means False for the root, and True otherwise.
+        shard_placement_fn: accepted if it returns None or ``Shard(0)`` for each parameter.
+        mp_policy: dtypes of the unit. A :class:`layerzero.PrecisionPolicy` is also accepted.
+        offload_policy: torch's ``CPUOffloadPolicy`` or :class:`layerzero.Offload`, equal in all calls of a model.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+
+    Returns:
+        `module`, whose class now derives from :class:`FSDPModule`.
+
+    Raises:
+        ValueError: a parameter, the module or a setting is not supported; or a parameter belongs to the unit of an
+            earlier call, as if weights are tied across units. Pass their modules as one list.
+        RuntimeError: torch.distributed is not initialized, or the module belongs to a model that is complete.
+
+    Example::
+
+        for block in model.blocks:
+            layerzero.fully_shard(block, mesh=mesh)
+        layerzero.fully_shard(model, mesh=mesh)
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
+    modules = _outermost([module] if isinstance(module, nn.Module) else [*cast("Iterable[nn.Module]", module)])
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    if mesh is None:
+        mesh = DeviceMesh.from_group(cast("dist.ProcessGroup", dist.group.WORLD), default_device_type())
+    for each in modules:
+        _refuse_module(each)
+        refuse_wrapped_parts(each, ignored)
+    settings = CallSettings.of(mp_policy, reshard_after_forward, offload_policy)
+    shared = provisional_resources(mesh, settings.offload)
+    definition, inside = _define(modules, next(iter(shared.sites)), ignored)
+    _refuse_placements(definition.parameters, shard_placement_fn)
+    for each in modules:
+        refuse_shared_memory(each, {id(info.parameter) for info in definition.parameters})
+    planned = plan_unit(definition, settings.of_unit(modules[0], definition.mesh.size(1)), shared)
+    built = build_unit(planned, shared, param_init_fn=_leave_uninitialized)
+    UnfinishedUnit(modules, settings, shared, planned, built, inside)
+    for each in modules:
+        mix_in(each)
+    return module
+
+
+def _leave_uninitialized(module: nn.Module) -> None:
+    """Initialize no parameter of a module on meta: as with FSDP2, the user does that after the call."""
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of `modules` that are not inside another one."""
+    if not modules:
+        raise ValueError("fully_shard expected a module or a list of modules, got an empty list. Leave the call out")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard expected a torch.nn.Module, got {type(each).__name__}. Pass modules")
+    distinct = list(dict.fromkeys(modules))
+    return [each for each in distinct if not any(each in {*o.modules()} for o in distinct if o is not each)]
+
+
+def _refuse_module(module: nn.Module) -> None:
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if is_container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {type(module).__name__}. Call it "
+            "for each member"
+        )
+    if unfinished_unit_of(module) is not None:
+        raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}. Leave the call out")
+
+
+def _define(
+    modules: list[nn.Module], mesh: DeviceMesh, ignored: Collection[int]
+) -> tuple[UnitDefinition, list[UnfinishedUnit]]:
+    """Return the definition of a unit with provisional names, and the units of earlier calls that are inside it."""
+    own: dict[nn.Module, str] = {}
+    inside: dict[UnfinishedUnit, None] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        unit = unfinished_unit_of(module)
+        if unit is not None:
+            inside[unit] = None
+        elif module not in own:
+            own[module] = name
+            for attribute, child in module.named_children():
+                visit(child, f"{name}.{attribute}" if name else attribute)
+
+    for index, module in enumerate(modules):
+        visit(module, str(index) if len(modules) > 1 else "")
+    definition = UnitDefinition(type(modules[0]).__name__, mesh, modules, modules=own)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in own:
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in ignored:
+                uses.setdefault(parameter, []).append((module, attribute))
+    for parameter, owners in uses.items():
+        owner, attribute = owners[0]
+        name = f"{own[owner]}.{attribute}" if own[owner] else attribute
+        _refuse_parameter(parameter, name)
+        info = ParamInfo(name, parameter, tuple(owners))
+        refuse_unsupported(info, ranks_in(mesh))
+        definition.parameters.append(info)
+    return definition, [*inside]
+
+
+def _refuse_parameter(parameter: nn.Parameter, name: str) -> None:
+    if current(parameter) is not parameter or isinstance(parameter, RowShardedTensor):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} belongs to the unit of another call, as if weights are tied across "
+            "units, or to a model that is complete. Pass the modules that share the parameter as one list: "
+            "fully_shard([model.embedding, model.head])"
+        )
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a DTensor on {parameter.device_mesh}, as with tensor parallelism. "
+            "Use layerzero.shard_model, which supports model-parallel axes"
+        )
+
+
+def _refuse_placements(parameters: Iterable[ParamInfo], shard_placement_fn: Any) -> None:
+    for info in parameters if shard_placement_fn is not None else ():
+        placement = shard_placement_fn(info.parameter)
+        if placement is not None and placement != Shard(0):
+            raise ValueError(
+                f"shard_placement_fn returned {placement} for parameter {info.name!r}, but layerzero shards all "
+                "parameters by rows. Return None"
+            )

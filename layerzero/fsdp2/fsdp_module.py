@@ -1,0 +1,144 @@
+"""Define the class of modules that :func:`fully_shard` has sharded, with the methods of torch's ``FSDPModule``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from layerzero.extend import UnshardHandle, module_methods
+from layerzero.fsdp2.unfinished import unfinished_unit_of
+
+
+class FSDPModule(nn.Module):
+    """Base class of modules that :func:`layerzero.fully_shard` has sharded.
+
+    Its methods have the names and arguments of torch's. docs/fsdp2.md lists what each does. A setting that is changed
+    before the model is complete applies from the first forward.
+    """
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """See :func:`layerzero.sharding.module_methods.unshard`."""
+        return module_methods.unshard(self, async_op)
+
+    def reshard(self) -> None:
+        """Free the gathered weights of the unit."""
+        module_methods.reshard(self)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether later backward passes synchronize gradients over all ranks."""
+        _set(self, module_methods.set_requires_gradient_sync, requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether later backward passes reduce gradients across replicas."""
+        _set(self, module_methods.set_requires_all_reduce, requires_all_reduce, recurse=recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether weights are freed after a forward."""
+        _set(self, module_methods.set_reshard_after_forward, reshard_after_forward, recurse=recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether weights are freed after a backward."""
+        _set(self, module_methods.set_reshard_after_backward, reshard_after_backward, recurse=recurse)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Set the units that the unit's forward prefetches."""
+        _set(self, module_methods.set_modules_to_forward_prefetch, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Set the units that the unit's backward prefetches."""
+        _set(self, module_methods.set_modules_to_backward_prefetch, modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set the divisor of the sum of all ranks' gradients of the unit, but not of the units inside it."""
+        _set(self, module_methods.set_gradient_divide_factor, factor, recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Same as :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing: each backward pass ends by itself."""
+
+    def reset_iter_state(self) -> None:
+        """Do nothing: ``zero_grad()`` recovers after an exception."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: messages always contain sums."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Do nothing: the number of reductions in flight is fixed."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Do nothing: gathers and reductions always have separate groups."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Do nothing: reductions always include unused parameters."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Do nothing: messages are in memory of torch's allocator."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Do nothing: messages are in memory of torch's allocator."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Do nothing: a forward waits only for the refresh of its unit."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Raise ValueError if `unshard_in_backward` is False: a backward gathers every unit that it reaches."""
+        if not unshard_in_backward:
+            raise ValueError(
+                "set_unshard_in_backward(False) is not supported: a backward gathers every unit that it reaches. Leave "
+                "the module without a fully_shard call of its own, so that it belongs to the unit around it"
+            )
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Raise NotImplementedError; see docs/fsdp2.md for alternatives."""
+        _refuse("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Raise NotImplementedError; see docs/fsdp2.md for alternatives."""
+        _refuse("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: Callable[..., None], *, stream: Any = None) -> NoReturn:
+        """Raise NotImplementedError; see docs/fsdp2.md for alternatives."""
+        _refuse("set_all_reduce_hook")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "deepcopy of a model sharded by layerzero is not supported. Copy the model before fully_shard, or load "
+            "layerzero.full_state_dict(model) into a new model. layerzero.EMA(model) averages its weights"
+        )
+
+
+for _method in vars(FSDPModule).values():
+    if callable(_method):
+        _method.is_layerzeros = True
+
+
+def _set(module: nn.Module, setter: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Change a setting now, or when the model is complete."""
+    unit = unfinished_unit_of(module)
+    if unit is None:
+        setter(module, *args, **kwargs)
+    else:
+        unit.defer(functools.partial(setter, module, *args, **kwargs))
+
+
+def _refuse(method: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{method} is not supported: all ranks must launch reductions in the same order, which user code between them "
+        "could change. Read or change .grad between backward() and step() instead, and see docs/fsdp2.md"
+    )
+
+
+@functools.cache
+def _mixed_class(kind: Any) -> Any:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
+def mix_in(module: nn.Module) -> None:
+    """Make the class of a module derive from :class:`FSDPModule`, as torch's ``fully_shard`` does."""
+    module.__class__ = _mixed_class(type(module))

@@ -1,0 +1,321 @@
+"""Keep the units of a model until its root is known, and then complete the model.
+
+[Note: Units before their root]
+A call of ``fully_shard`` knows neither the names in the model nor its root, and later calls may add units around it. It
+builds its unit with provisional names and resources, which refer to the groups of the mesh and create none. So nothing
+is sent, except by the user's own ``full_tensor()``. The ranks may differ in what else they do, for example if one of
+them prints the model. :meth:`UnfinishedUnit.complete` runs when a forward, or a function of layerzero, needs the model:
+it names the units, compares them between ranks, creates the groups, and moves the units to the resources of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.utils.hooks import RemovableHandle
+
+from layerzero import LayerZeroConfig, Offload, PrecisionPolicy
+from layerzero.extend import (
+    BuiltUnit,
+    HeldGroup,
+    ModelGroups,
+    ParamInfo,
+    PlannedUnit,
+    SharedResources,
+    UnfinishedHook,
+    UnitDefinition,
+    UnitSettings,
+    as_data_parallel,
+    build_unit,
+    drop_idle_groups,
+    forward_hooks,
+    group_count_fields,
+    is_unit,
+    make_root,
+    module_methods,
+    move_unit,
+    plan_unit,
+    qualified_name,
+    require_equal,
+)
+
+_RESOURCES: weakref.WeakValueDictionary[object, SharedResources] = weakref.WeakValueDictionary()
+_CHANGES = itertools.count()  # orders changes of settings
+
+
+class _GroupsOfMesh(ModelGroups):
+    """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have do not exist yet."""
+
+    def __init__(self) -> None:
+        super().__init__(deferred=True)
+
+    def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, backend: str = "", **kwargs: Any) -> HeldGroup:
+        of_mesh = HeldGroup.of(like)
+        if not backend and sorted(ranks) == sorted(of_mesh.ranks):
+            return of_mesh
+        return super().new(ranks, like=like, backend=backend, **kwargs)
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """Settings of one call of ``fully_shard``. `reshards` is None if the call leaves it out."""
+
+    policy: PrecisionPolicy
+    reshards: bool | int | None
+    offload: Offload
+
+    @classmethod
+    def of(
+        cls,
+        policy: MixedPrecisionPolicy | None,
+        reshards: bool | int | None,
+        offload: OffloadPolicy | Offload | None,
+    ) -> CallSettings:
+        """Check and convert the arguments of a call.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid, or only :func:`layerzero.shard_model` supports it.
+        """
+        config = LayerZeroConfig(
+            mp_policy=MixedPrecisionPolicy() if policy is None else policy,
+            offload=Offload.of(offload),
+            reshard_after_forward=True if reshards is None else reshards,
+        )
+        assert isinstance(config.mp_policy, PrecisionPolicy)
+        if config.mp_policy != PrecisionPolicy.of(config.mp_policy.torch_policy):
+            own = [each.name for each in fields(PrecisionPolicy) if not hasattr(MixedPrecisionPolicy(), each.name)]
+            raise ValueError(
+                f"mp_policy sets one of {own}, which only layerzero.shard_model supports. Use torch's "
+                "MixedPrecisionPolicy, or shard_model"
+            )
+        return cls(config.mp_policy, reshards, config.offload)
+
+    def of_unit(self, module: nn.Module, zero3_size: int, *, is_root: bool = False) -> UnitSettings:
+        """Return the settings of a unit. Without a setting, the root keeps its weights until its backward."""
+        reshards = not is_root if self.reshards is None else self.reshards
+        config = LayerZeroConfig(mp_policy=self.policy, reshard_after_forward=reshards)
+        return config.unit_settings("", module, zero3_size, self.policy)
+
+
+def provisional_resources(mesh: DeviceMesh, offload: Offload) -> SharedResources:
+    """Return the resources of units on `mesh` until their model is complete; see [Note: Units before their root]."""
+    key = (mesh, offload)
+    shared = _RESOURCES.get(key)
+    if shared is None:
+        config = LayerZeroConfig(offload=offload, shared_memory="off", sync_module_states=False)
+        shared = SharedResources.create({as_data_parallel(mesh): None}, config, _GroupsOfMesh(), sums_locally=False)
+        _RESOURCES[key] = shared
+    return shared
+
+
+class UnfinishedUnit:
+    """Unit of a model that is not complete.
+
+    Args:
+        modules: modules of the unit.
+        settings: settings of its call.
+        shared: provisional resources.
+        planned: plan of the unit, with provisional names.
+        inside: units of earlier calls that this unit contains directly.
+
+    Attributes:
+        around: unit of a later call that contains this unit, or None.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        settings: CallSettings,
+        shared: SharedResources,
+        planned: PlannedUnit,
+        built: BuiltUnit,
+        inside: Iterable[UnfinishedUnit],
+    ) -> None:
+        self.modules, self.settings, self.shared = modules, settings, shared
+        self.planned, self.built = planned, built
+        self.around: UnfinishedUnit | None = None
+        for each in inside:
+            each.around = self
+        self.changes: list[tuple[int, Callable[[], None]]] = []
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(_FirstForwardHook(self), prepend=True, with_kwargs=True)
+            for module in modules
+        ]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Data-parallel mesh, as :func:`as_data_parallel` returns it."""
+        return next(iter(self.shared.sites))
+
+    @property
+    def outermost(self) -> UnfinishedUnit:
+        return self if self.around is None else self.around.outermost
+
+    def defer(self, change: Callable[[], None]) -> None:
+        """Make a change of settings when the model is complete."""
+        self.changes.append((next(_CHANGES), change))
+
+    def move_to(self, name: str, names: dict[nn.Module, str], shared: SharedResources) -> BuiltUnit:
+        """Return the unit with its name in the model, and with the resources of the model.
+
+        Args:
+            names: names of all modules of the model.
+        """
+        built = move_unit(self.built, self.renamed(name, names, next(iter(shared.sites))), shared)
+        return built._replace(
+            uninitialized=[
+                replace(each, name=qualified_name(names[each.owner], each.attribute)) for each in built.uninitialized
+            ]
+        )
+
+    def renamed(self, name: str, names: dict[nn.Module, str], mesh: DeviceMesh) -> PlannedUnit:
+        """Return the plan of the unit with names in the model."""
+        old = self.planned.definition
+        new_name = {info.name: qualified_name(names[info.owners[0][0]], info.owners[0][1]) for info in old.parameters}
+        definition = UnitDefinition(
+            name,
+            mesh,
+            sorted(old.called, key=list(names).index),
+            [ParamInfo(new_name[info.name], info.parameter, info.owners) for info in old.parameters],
+            modules={module: names[module] for module in old.modules},
+        )
+        handles = []
+        for spec in self.planned.handles:
+            slots = tuple(replace(slot, name=new_name[slot.name]) for slot in spec.layout.slots)
+            handles.append(replace(spec, unit=name, layout=replace(spec.layout, slots=slots)))
+        settings = self.settings.of_unit(definition.called[0], mesh.size(1), is_root=not name)
+        return PlannedUnit(definition, settings, handles)
+
+    def leave(self) -> None:
+        """Remove the hooks from the modules, whose model takes over."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _FirstForwardHook(UnfinishedHook):
+    """Hook that completes the model in its first forward."""
+
+    def __init__(self, unit: UnfinishedUnit) -> None:
+        self.unit = unit
+        self._run = torch.compiler.disable(_first_forward)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed: tuple[Any, Any] = self._run(self, module, args, kwargs)
+        return changed
+
+    def finish(self, module: nn.Module) -> None:
+        _complete(_root_of(module, self.unit.outermost))
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("deepcopy of a module after fully_shard is not supported. Copy the module before fully_shard")
+
+
+def _first_forward(hook: _FirstForwardHook, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    _complete(_root_of(module, hook.unit.outermost))
+    before, _ = forward_hooks(module)  # torch has listed the hooks of this call before this one was registered
+    return before(module, args, kwargs)
+
+
+def unfinished_unit_of(module: nn.Module) -> UnfinishedUnit | None:
+    """Return the unit of a call that has `module` as its argument, if its model is not complete."""
+    hooks = module._forward_pre_hooks.values()
+    return next((hook.unit for hook in hooks if isinstance(hook, _FirstForwardHook)), None)
+
+
+def _root_of(module: nn.Module, outermost: UnfinishedUnit) -> nn.Module:
+    """Return the root: `module` if it contains all modules of the outermost unit, otherwise the unit's own module.
+
+    Raises:
+        RuntimeError: the outermost unit has several modules.
+    """
+    inside = {*module.modules()}
+    if inside >= {*outermost.modules} and not any(is_unit(each) for each in inside):
+        return module
+    if len(outermost.modules) > 1:
+        raise RuntimeError(
+            f"the outermost fully_shard call has {len(outermost.modules)} modules, but a model has one root. Call "
+            "fully_shard for the model that contains them, or pass the model to layerzero.shard_optimizer"
+        )
+    return outermost.modules[0]
+
+
+def _complete(root: nn.Module) -> None:
+    """Make `root` the root of the model of all units inside it. All ranks of the mesh must call this function.
+
+    Raises:
+        ValueError: units or settings do not fit together, or ranks disagree.
+    """
+    drop_idle_groups()
+    names = {module: name for name, module in root.named_modules()}
+    units = dict.fromkeys(unit for module in names if (unit := unfinished_unit_of(module)) is not None)
+    labels = {
+        unit: "+".join(names.get(each, "?") for each in sorted(unit.modules, key=[*names].index)) for unit in units
+    }
+    first = next(iter(units))
+    mesh, ranks = first.mesh, first.shared.ranks.ranks
+    policies = {label: unit.settings.policy for unit, label in labels.items()}
+    config = LayerZeroConfig(
+        zero3_size=mesh.size(1),
+        mp_policy=lambda name, module: policies.get(name, PrecisionPolicy()),
+        offload=first.settings.offload,
+        sync_module_states=False,
+    )
+    compared: dict[str, object] = {"units": [*labels.values()], **config.comparable_settings()}
+    for unit, label in labels.items():
+        compared |= {f"{name} ({label or 'root'})": value for name, value in unit.built.to_compare.items()}
+        compared[f"reshard_after_forward ({label or 'root'})"] = unit.settings.reshards
+    members = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(2)]
+    failure = _failure(root, names, units)
+    require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
+    groups = ModelGroups()
+    try:
+        shared = SharedResources.create({mesh: None}, config, groups, sums_locally=False)
+        shared = shared.share_memory([spec for unit in units for spec in unit.planned.handles])
+        built = [unit.move_to(labels[unit], names, shared) for unit in units]
+        if "" not in policies:  # a module without a call contains all units
+            definition = UnitDefinition("", mesh, [root])
+            settings = CallSettings.of(None, False, None).of_unit(root, mesh.size(1))
+            built.append(build_unit(plan_unit(definition, settings, shared), shared))
+        for unit in units:
+            unit.leave()
+        make_root(root, built, shared)
+    except BaseException:
+        groups.abandon()
+        raise
+    if "" in policies and isinstance(first.settings.reshards, bool):
+        module_methods.set_reshard_after_forward(root, first.settings.reshards, recurse=False)
+    for _, change in sorted(change for unit in units for change in unit.changes):
+        change()
+
+
+def _failure(root: nn.Module, names: dict[nn.Module, str], units: Iterable[UnfinishedUnit]) -> Exception | None:
+    """Return the error that this rank must raise, or None."""
+    first, *others = units
+    for each in (first, *others):
+        outside = [module for module in each.modules if module not in names]
+        if outside:
+            return ValueError(
+                f"fully_shard: a {type(outside[0]).__name__} of one unit is not inside the {type(root).__name__} that "
+                "was called first. Call the model that contains all modules of the unit first"
+            )
+        if (each.settings.offload, each.mesh) != (first.settings.offload, first.mesh):
+            return ValueError(
+                f"fully_shard was called with different meshes or offload policies inside {type(root).__name__}: "
+                f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
+                "ones, or use layerzero.shard_model"
+            )
+    if any(is_unit(module) for module in names):
+        return RuntimeError(
+            f"fully_shard: a module inside {type(root).__name__} was called on its own before its model, and is a "
+            "complete model. Call the outermost module first"
+        )
+    return None
