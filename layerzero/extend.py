@@ -48,7 +48,7 @@ from layerzero.comm.collectives import (
     timeout_of,
 )
 from layerzero.comm.gather_text import all_gather_text, require_numpy
-from layerzero.comm.mesh_info import MeshInfo, as_data_parallel
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import DelayedRankMaximum, ModelRanks, all_reduce_over
 from layerzero.comm.observers import StepObserver
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, drop_idle_groups, group_count_fields, mesh_group
@@ -212,7 +212,6 @@ __all__ = [
     "all_reduce_over",
     "all_to_all",
     "any_not_finite",
-    "as_data_parallel",
     "as_integers",
     "attach",
     "available_memory",

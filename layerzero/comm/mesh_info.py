@@ -42,7 +42,9 @@ class MeshInfo:
     """Mesh sizes, coordinates and communicators of this rank. Created by :meth:`from_mesh`."""
 
     mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
-    flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
+    # The same ranks as ("zero3", "replica"), or the user's mesh if it has one axis: mesh order equals flat order, for
+    # DTensors.
+    flat_mesh: DeviceMesh
     ranks: tuple[int, ...]  # global ranks, by r * S + s
     grid: ShardGrid  # coordinates of this rank
     device: torch.device
@@ -140,7 +142,7 @@ class MeshInfo:
             groups: process groups of the model, if the model already has other meshes.
             sums_locally: if True, ranks add the parts of reductions themselves, on every backend.
         """
-        mesh, counters = as_data_parallel(mesh), counters or TrafficCounters()
+        given, mesh, counters = mesh, as_data_parallel(mesh), counters or TrafficCounters()
         groups = groups or ModelGroups()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
@@ -158,7 +160,7 @@ class MeshInfo:
 
         mesh_info = cls(
             mesh=mesh,
-            flat_mesh=_transpose_mesh(mesh, zero3, replica),
+            flat_mesh=given if given.ndim == 1 else _transpose_mesh(mesh, zero3, replica),
             ranks=tuple(ranks),
             grid=ShardGrid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),

@@ -120,7 +120,8 @@ class _Derive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: DTensor, origin: RowShardSpec) -> Tensor:
-        keeps_rows = all(placement.is_shard() for placement in made._spec.placements[-2:])  # data-parallel axes
+        data_axes = origin.mesh_info.flat_mesh.ndim
+        keeps_rows = all(placement.is_shard() for placement in made._spec.placements[-data_axes:])
         ctx.origin = origin
         ctx.is_reduction = bool(origin.shape) and not origin.is_fully_local and not keeps_rows
         # Both share a version counter, by which autograd notices writes.

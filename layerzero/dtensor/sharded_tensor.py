@@ -159,7 +159,7 @@ class RowShardedTensor(DTensor):
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """Placements on the model-parallel axes, followed by two ``Shard(0)`` placements with uneven pieces."""
+        """Placements on the model-parallel axes, followed by ``Shard(0)`` placements with uneven pieces."""
         spec = self._local_tensor.spec
         bounds, mesh_info = spec.bounds, spec.mesh_info
         replicas = mesh_info.replicas
@@ -167,7 +167,8 @@ class RowShardedTensor(DTensor):
         inside = bounds[first_shard : first_shard + replicas + 1]
         relative = [bound - inside[0] for bound in inside]
         model_parallel_placements = () if spec.model_parallel is None else spec.model_parallel.placements
-        return *model_parallel_placements, UnevenShard(bounds[::replicas]), UnevenShard(relative)
+        on_data_axes = (UnevenShard(bounds[::replicas]), UnevenShard(relative))[: mesh_info.flat_mesh.ndim]
+        return *model_parallel_placements, *on_data_axes
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
@@ -360,7 +361,8 @@ def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTe
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     model_parallel_placements = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
-    spec = DTensorSpec(local.spec.mesh, (*model_parallel_placements, Shard(0), Shard(0)), tensor_meta=meta)
+    on_data_axes = (Shard(0),) * local.spec.mesh_info.flat_mesh.ndim
+    spec = DTensorSpec(local.spec.mesh, (*model_parallel_placements, *on_data_axes), tensor_meta=meta)
     return make_dtensor(RowShardedTensor if shape else ShardedScalar, local, spec)
 
 

@@ -96,7 +96,8 @@ class Scheduler(Closable):
             units that the `prefetch` setting selects.
         prefetched_backward: the same for the backward pass of the unit.
         requires_gradient_sync: False inside ``no_sync``.
-        requires_all_reduce: False if backward passes do not reduce across replicas.
+        held_back: units for which `requires_gradient_sync` or `requires_all_reduce` was set to False, by setting. A
+            backward pass reduces the gradients of all units, or accumulates all of them.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Scheduler(Closable):
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
-        self.requires_all_reduce = True
+        self.held_back: dict[str, set[Unit]] = {"requires_gradient_sync": set(), "requires_all_reduce": set()}
         self._side_results = SideResults(self._units)
         self._running: list[UnitCall] = []  # calls to units in progress, outermost first
         self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
@@ -683,7 +684,7 @@ class Scheduler(Closable):
                 "the old values. Change parameters after the backward"
             )
         self._gradients.apply_requires_grad()
-        reduces = self.requires_gradient_sync and self.requires_all_reduce
+        reduces = self.requires_gradient_sync and not any(self.held_back.values())
         self._gradients.begin(reduces=reduces)
         if self.no_sync_hint.listens:
             self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)

@@ -18,6 +18,7 @@ from layerzero.extend import (
     build_unit,
     current,
     default_device_type,
+    is_unit,
     plan_unit,
     ranks_in,
     refuse_shared_memory,
@@ -65,9 +66,10 @@ def fully_shard(
         `module`, whose class now derives from :class:`FSDPModule`.
 
     Raises:
+        AssertionError: an earlier call has sharded the module.
         ValueError: a parameter, the module or a setting is not supported; or a parameter belongs to the unit of an
             earlier call, as if weights are tied across units. Pass their modules as one list.
-        RuntimeError: torch.distributed is not initialized, or the module belongs to a model that is complete.
+        RuntimeError: torch.distributed is not initialized, or a unit inside the module belongs to a complete model.
 
     Example::
 
@@ -80,6 +82,8 @@ def fully_shard(
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     modules = _outermost([module] if isinstance(module, nn.Module) else [*cast("Iterable[nn.Module]", module)])
     ignored = {id(parameter) for parameter in ignored_params or ()}
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Pass its data-parallel axes")
     if mesh is None:
         mesh = DeviceMesh.from_group(cast("dist.ProcessGroup", dist.group.WORLD), default_device_type())
     for each in modules:
@@ -87,11 +91,11 @@ def fully_shard(
         refuse_wrapped_parts(each, ignored)
     settings = CallSettings.of(mp_policy, reshard_after_forward, offload_policy)
     shared = provisional_resources(mesh, settings.offload)
-    definition, inside = _define(modules, next(iter(shared.sites)), ignored)
+    definition, inside = _define(modules, mesh, ignored)
     _refuse_placements(definition.parameters, shard_placement_fn)
     for each in modules:
         refuse_shared_memory(each, {id(info.parameter) for info in definition.parameters})
-    planned = plan_unit(definition, settings.of_unit(modules[0], definition.mesh.size(1)), shared)
+    planned = plan_unit(definition, settings.of_unit(modules[0], mesh.shape[-1]), shared)
     built = build_unit(planned, shared, param_init_fn=_leave_uninitialized)
     UnfinishedUnit(modules, settings, shared, planned, built, inside)
     for each in modules:
@@ -122,7 +126,9 @@ def _refuse_module(module: nn.Module) -> None:
             "for each member"
         )
     if unfinished_unit_of(module) is not None:
-        raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}. Leave the call out")
+        raise AssertionError(
+            f"fully_shard has already been applied to this {type(module).__name__}. Leave the call out"
+        )
 
 
 def _define(
@@ -134,6 +140,11 @@ def _define(
 
     def visit(module: nn.Module, name: str) -> None:
         unit = unfinished_unit_of(module)
+        if is_unit(module):
+            raise RuntimeError(
+                f"fully_shard: the {type(module).__name__} {name!r} inside is a complete model or a unit of one, for "
+                "example because it was called before. Call fully_shard for all units before the first forward"
+            )
         if unit is not None:
             inside[unit] = None
         elif module not in own:

@@ -19,6 +19,10 @@ class FSDPModule(nn.Module):
     before the model is complete applies from the first forward.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Create an unsharded module of the original class, for example for a slice of a ``Sequential``."""
+        return cls.__mro__[2](*args, **kwargs)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """See :func:`layerzero.sharding.module_methods.unshard`."""
         return module_methods.unshard(self, async_op)
@@ -141,4 +145,5 @@ def _mixed_class(kind: Any) -> Any:
 
 def mix_in(module: nn.Module) -> None:
     """Make the class of a module derive from :class:`FSDPModule`, as torch's ``fully_shard`` does."""
-    module.__class__ = _mixed_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = _mixed_class(kind)

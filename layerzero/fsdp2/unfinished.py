@@ -34,7 +34,6 @@ from layerzero.extend import (
     UnfinishedHook,
     UnitDefinition,
     UnitSettings,
-    as_data_parallel,
     build_unit,
     drop_idle_groups,
     forward_hooks,
@@ -55,14 +54,16 @@ _CHANGES = itertools.count()  # orders changes of settings
 class _GroupsOfMesh(ModelGroups):
     """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have do not exist yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(deferred=True)
+        self._of_mesh = [HeldGroup.of(group) for group in mesh.get_all_groups()]
 
-    def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, backend: str = "", **kwargs: Any) -> HeldGroup:
-        of_mesh = HeldGroup.of(like)
-        if not backend and sorted(ranks) == sorted(of_mesh.ranks):
-            return of_mesh
-        return super().new(ranks, like=like, backend=backend, **kwargs)
+    def new(self, ranks: Sequence[int], *, backend: str = "", **settings: Any) -> HeldGroup:
+        for held in self._of_mesh:
+            on_cpu = dict(each.split(":") for each in held.backends.split(",")).get("cpu")
+            if sorted(held.ranks) == sorted(ranks) and backend in ("", on_cpu):
+                return held
+        return super().new(ranks, backend=backend, **settings)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def provisional_resources(mesh: DeviceMesh, offload: Offload) -> SharedResources
     shared = _RESOURCES.get(key)
     if shared is None:
         config = LayerZeroConfig(offload=offload, shared_memory="off", sync_module_states=False)
-        shared = SharedResources.create({as_data_parallel(mesh): None}, config, _GroupsOfMesh(), sums_locally=False)
+        shared = SharedResources.create({mesh: None}, config, _GroupsOfMesh(mesh), sums_locally=False)
         _RESOURCES[key] = shared
     return shared
 
@@ -153,7 +154,7 @@ class UnfinishedUnit:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Data-parallel mesh, as :func:`as_data_parallel` returns it."""
+        """Mesh of the call."""
         return next(iter(self.shared.sites))
 
     @property
@@ -192,7 +193,7 @@ class UnfinishedUnit:
         for spec in self.planned.handles:
             slots = tuple(replace(slot, name=new_name[slot.name]) for slot in spec.layout.slots)
             handles.append(replace(spec, unit=name, layout=replace(spec.layout, slots=slots)))
-        settings = self.settings.of_unit(definition.called[0], mesh.size(1), is_root=not name)
+        settings = self.settings.of_unit(definition.called[0], mesh.shape[-1], is_root=not name)
         return PlannedUnit(definition, settings, handles)
 
     def leave(self) -> None:
@@ -264,7 +265,7 @@ def _complete(root: nn.Module) -> None:
     mesh, ranks = first.mesh, first.shared.ranks.ranks
     policies = {label: unit.settings.policy for unit, label in labels.items()}
     config = LayerZeroConfig(
-        zero3_size=mesh.size(1),
+        zero3_size=mesh.shape[-1],
         mp_policy=lambda name, module: policies.get(name, PrecisionPolicy()),
         offload=first.settings.offload,
         sync_module_states=False,
@@ -273,7 +274,7 @@ def _complete(root: nn.Module) -> None:
     for unit, label in labels.items():
         compared |= {f"{name} ({label or 'root'})": value for name, value in unit.built.to_compare.items()}
         compared[f"reshard_after_forward ({label or 'root'})"] = unit.settings.reshards
-    members = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(2)]
+    members = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     failure = _failure(root, names, units)
     require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
     groups = ModelGroups()
@@ -283,7 +284,7 @@ def _complete(root: nn.Module) -> None:
         built = [unit.move_to(labels[unit], names, shared) for unit in units]
         if "" not in policies:  # a module without a call contains all units
             definition = UnitDefinition("", mesh, [root])
-            settings = CallSettings.of(None, False, None).of_unit(root, mesh.size(1))
+            settings = CallSettings.of(None, False, None).of_unit(root, mesh.shape[-1])
             built.append(build_unit(plan_unit(definition, settings, shared), shared))
         for unit in units:
             unit.leave()
@@ -313,9 +314,4 @@ def _failure(root: nn.Module, names: dict[nn.Module, str], units: Iterable[Unfin
                 f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
                 "ones, or use layerzero.shard_model"
             )
-    if any(is_unit(module) for module in names):
-        return RuntimeError(
-            f"fully_shard: a module inside {type(root).__name__} was called on its own before its model, and is a "
-            "complete model. Call the outermost module first"
-        )
     return None

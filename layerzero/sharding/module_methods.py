@@ -108,35 +108,47 @@ def refresh(model: nn.Module) -> None:
     get_state(model).refreshes.launch()
 
 
-def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether later backward passes synchronize gradients over all ranks.
+def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Set whether later backward passes synchronize gradients over all ranks, for training loops written for FSDP2.
 
-    Passing False has the same effect as :func:`no_sync`. The setting applies until the next call, and also replaces the
-    setting of :func:`set_requires_all_reduce`. This function is also a method of a sharded model, for training loops
-    written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
+    With False for any unit, backward passes accumulate the gradients of all units, as inside :func:`no_sync`: all ranks
+    reduce all units of a model in one order, or none of them. The sums are the same as if the other units were reduced
+    in each pass. The setting applies until the next call, and also replaces the setting of
+    :func:`set_requires_all_reduce`. All ranks must make the same call. This function is also a method of a sharded
+    model and its units: ``model.set_requires_gradient_sync(is_last)``.
 
-    Raises:
-        ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
+    Args:
+        module: a sharded model, or one of its units.
+        recurse: if True, also set the units inside the unit.
     """
-    lz_state = _get_model_state(model, "set_requires_gradient_sync", recurse=recurse)
-    lz_state.scheduler.requires_gradient_sync = lz_state.scheduler.requires_all_reduce = bool(requires_gradient_sync)
+    _hold_back(module, "requires_gradient_sync", requires_gradient_sync, recurse=recurse)
+    if requires_gradient_sync:
+        _hold_back(module, "requires_all_reduce", True, recurse=recurse)
 
 
-def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backward passes reduce gradients across replicas, for training loops written for FSDP2.
 
-    Passing False has the same effect as :func:`no_sync`:
+    With False for any unit, backward passes accumulate the gradients of all units, as inside :func:`no_sync`:
 
     - With ``accumulation="full"``, nothing is reduced.
     - With ``"sharded"``, gradients are reduced inside the ZeRO-3 group only.
     - With ``"local"``, gradients are still reduced over all ranks.
 
-    Raises:
-        ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
+    Args:
+        module: a sharded model, or one of its units.
+        recurse: if True, also set the units inside the unit.
     """
-    _get_model_state(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(
-        requires_all_reduce
-    )
+    _hold_back(module, "requires_all_reduce", requires_all_reduce, recurse=recurse)
+
+
+def _hold_back(module: nn.Module, setting: str, value: bool, *, recurse: bool) -> None:
+    lz_state, units = _units_of(module, recurse=recurse)
+    held_back = lz_state.scheduler.held_back[setting]
+    if value:
+        held_back.difference_update(units)
+    else:
+        held_back.update(units)
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float, *, recurse: bool = True) -> None:
@@ -180,16 +192,6 @@ def set_gradient_divide_factor(module: nn.Module, factor: float, *, recurse: boo
     for handle in handles:
         handle.set_divide_factor(float(factor))
     lz_state.gradients.settings.note_divisors({unit.name: float(factor) for unit in units})
-
-
-def _get_model_state(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
-    if not recurse:
-        raise ValueError(
-            f"{method}(recurse=False) is not supported: layerzero reduces all units of a model together, in an order "
-            "that all ranks share. For a backward that reaches only one unit, such as a backward of a chunked loss, "
-            "use layerzero.no_sync(model)"
-        )
-    return get_state(model)
 
 
 class UnshardHandle:
@@ -417,8 +419,10 @@ def bind_methods(lz_state: LayerZeroState) -> None:
         )
 
 
-_OF_MODELS = (no_sync, set_requires_gradient_sync, set_requires_all_reduce)
+_OF_MODELS = (no_sync,)
 _OF_UNITS = (
+    set_requires_gradient_sync,
+    set_requires_all_reduce,
     unshard,
     reshard,
     set_gradient_divide_factor,

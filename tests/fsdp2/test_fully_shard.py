@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import layerzero
 from layerzero import FSDPModule, fully_shard
@@ -125,3 +126,125 @@ def test_values_written_before_the_first_forward_are_used(rank: int) -> None:
             loaded.head.weight.mul_(2)
             source.head.weight.mul_(2)
             assert torch.equal(loaded(integer_batch()[0]).float(), source(integer_batch()[0]))
+
+
+@on_ranks(world_size=4)
+def test_units_that_are_held_back_give_the_gradients_of_one_process(rank: int) -> None:
+    """Some units, or the root alone, synchronize later than the others."""
+    model, alone = shard_units(integer_net(), mesh=mesh_with(2)), integer_net()
+    optimizers = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(alone.parameters())
+    for step, (held_back, recurse) in enumerate([("first", True), ("", False), ("", True), ("head", False)]):
+        module = model.get_submodule(held_back)
+        for micro_batch in range(3):
+            module.set_requires_gradient_sync(micro_batch == 2, recurse=recurse)
+            backward(model, rank, 10 * step + micro_batch)
+            backward_alone(alone, 10 * step + micro_batch)
+        update(*optimizers)
+        assert_same_bits(model, alone, f"step {step}")
+
+
+@on_ranks(world_size=2)
+def test_settings_before_the_first_forward_apply_in_the_order_of_the_calls(rank: int) -> None:
+    model = integer_net()
+    fully_shard(model.first)
+    model.first.set_requires_gradient_sync(False)
+    model.first.set_gradient_divide_factor(1.0)
+    fully_shard(model.head).set_reshard_after_backward(False)
+    fully_shard(model)
+    model.set_modules_to_forward_prefetch([model.first, model.head])
+    model.set_requires_gradient_sync(True)
+    alone = integer_net()
+    backward(model, rank)
+    backward_alone(alone, world_size=2)
+    for name, parameter in alone.named_parameters():
+        scale = 2 if name.startswith("first.") else 1
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), parameter.grad * scale), name
+    scheduler = get_state(model).scheduler
+    assert [unit.name for unit in scheduler.prefetched_forward[get_state(model).units[0]]] == ["first", "head"]
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@on_ranks(world_size=4)
+def test_tensors_that_torch_has_distributed_are_accepted(rank: int, axes: int) -> None:
+    """They become values and gradients, before and after the first forward."""
+    mesh, source = mesh_with(axes), integer_net(seed=2)
+    model, alone = shard_units(integer_net(), mesh=mesh), integer_net(seed=2)
+
+    def distributed(name: str, full: torch.Tensor) -> torch.Tensor:
+        parameter = model.get_parameter(name)
+        return distribute_tensor(full.detach().clone(), parameter.device_mesh, parameter.placements)
+
+    if axes == 1:
+        assert all(each.device_mesh == mesh and each.placements == (Shard(0),) for each in model.parameters())
+    for _ in ("before", "after"):
+        model.load_state_dict({name: distributed(name, value) for name, value in source.state_dict().items()})
+        assert have_values_of(model, source)
+        with torch.no_grad():
+            assert torch.equal(model(integer_batch()[0]), source(integer_batch()[0]))
+    optimizers = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(alone.parameters())
+    backward_alone(alone)
+    for name, parameter in alone.named_parameters():
+        model.get_parameter(name).grad = distributed(name, parameter.grad)
+    update(*optimizers)
+    assert_same_bits(model, alone, "assigned gradients")
+
+
+@on_ranks(world_size=2)
+def test_models_whose_calls_and_forwards_alternate_are_separate(rank: int) -> None:
+    """Two models, and two towers inside a third one."""
+    nets = [integer_net(seed) for seed in (0, 1)]
+    for name in ("first", "second", "head"):
+        for net in nets:
+            fully_shard(getattr(net, name))
+    for net in nets:
+        fully_shard(net)
+    towers = nn.ModuleDict({"one": integer_net(2), "two": integer_net(3)})
+    both = nn.Sequential(*towers.values())
+    for tower in towers.values():
+        shard_units(tower)
+    with torch.no_grad():
+        for seed, net in reversed([*enumerate(nets)]):
+            assert torch.equal(net(integer_batch()[0]), integer_net(seed)(integer_batch()[0]))
+    assert get_state(nets[0]).mesh_info.groups is not get_state(nets[1]).mesh_info.groups
+    assert layerzero.units(both) and len(get_state(both).units) == 9
+    layerzero.close(nets[1])
+    for net in (nets[0], both[0], both[1]):
+        backward(net, rank)
+
+
+@on_ranks(world_size=2, pg_timeout=20)
+def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = integer_net()
+    fully_shard(model.first, mesh=mesh)
+    buffers = layerzero.PrecisionPolicy(buffer_dtype=torch.bfloat16)
+    for call, error, text in (
+        (lambda: fully_shard(model.first), AssertionError, "already been applied to this FSDPLinear"),
+        (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, "containers that do not implement forward"),
+        (lambda: fully_shard([]), ValueError, "got an empty list"),
+        (lambda: fully_shard(model.head, mp_policy=buffers), ValueError, "only layerzero.shard_model supports"),
+        (lambda: fully_shard(model.head, shard_placement_fn=lambda parameter: Shard(1)), ValueError, "by rows"),
+        (lambda: model.first.set_all_reduce_hook(print), NotImplementedError, "set_all_reduce_hook is not supported"),
+        (lambda: copy.deepcopy(model), TypeError, "deepcopy"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    tied = integer_net()
+    tied.second.weight = tied.first.weight
+    fully_shard(tied.first)
+    with pytest.raises(ValueError, match=r"belongs to the unit of another call.*as one list"):
+        fully_shard(tied.second)
+    apart = integer_net()
+    fully_shard(apart.first, mesh=mesh)
+    fully_shard(apart, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(ValueError, match="different meshes or offload policies"):
+        apart(integer_batch()[0])
+    uneven = integer_net()
+    shard_units(uneven, reshard_after_forward=rank == 0)
+    with pytest.raises(ValueError, match="ranks disagree"):
+        uneven(integer_batch()[0])
+    alone = integer_net()
+    fully_shard(alone.first)
+    alone.first(integer_batch()[0])
+    with pytest.raises(RuntimeError, match="is a complete model or a unit of one"):
+        fully_shard(alone)

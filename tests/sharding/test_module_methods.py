@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks, compare, loss_of, shard
 from tests.support.launches import launches_of
 from tests.support.logs import logged
@@ -218,9 +219,16 @@ def _reduced(rank: int) -> None:
     assert hops() == (4, 0)
     model.set_requires_gradient_sync(True, recurse=True)
     assert hops() == (4, 4)
-    for method in (model.set_requires_gradient_sync, model.set_requires_all_reduce):
-        with pytest.raises(ValueError, match=r"recurse=False.*no_sync\(model\)"):
-            method(False, recurse=False)
+    unit = get_state(model).units[1].modules[0]
+    for method in (unit.set_requires_gradient_sync, unit.set_requires_all_reduce):
+        method(False)
+        assert hops() == (4, 0), "one unit holds back all units"
+        method(True, recurse=False)
+        assert hops() == (4, 4)
+    model.set_requires_gradient_sync(False)
+    unit.set_requires_gradient_sync(True)
+    assert hops() == (4, 0), "other units are held back"
+    model.set_requires_gradient_sync(True)
 
 
 @on_ranks(world_size=WORLD)
