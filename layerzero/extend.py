@@ -94,10 +94,11 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.dtensor.stale_parameter import current
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import UnfinishedHook, forward_hooks, get_state, is_unit
+from layerzero.engine.hooks import UnfinishedHook, forward_hooks, get_state, is_unit, prepare_state_dict
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.model_status import ParamView, active_view
 from layerzero.engine.module_buffers import original_dtypes
+from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, optimizer_bytes, predicted_traffic
@@ -256,6 +257,7 @@ __all__ = [
     "plan_unit_specs",
     "plan_units",
     "predicted_traffic",
+    "prepare_state_dict",
     "profiler_range",
     "qualified_name",
     "raise_verdict",
@@ -268,6 +270,7 @@ __all__ = [
     "refuse_shared_memory",
     "refuse_unsupported",
     "refuse_wrapped_parts",
+    "replaced_param_error",
     "require_equal",
     "require_numpy",
     "rows_of",

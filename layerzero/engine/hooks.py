@@ -49,7 +49,7 @@ _ALL_STATES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of al
 def register_hooks(lz_state: LayerZeroState) -> None:
     """Register the hooks through which the modules and parameters of a model call its state."""
     _ALL_STATES.add(lz_state)
-    lz_state.model.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
+    lz_state.model.register_load_state_dict_pre_hook(prepare_state_dict)
     for unit in lz_state.units:
         # Our pre-hook runs first. Our hook runs after the hooks that the user registered before shard_model. All of
         # these hooks see gathered parameters.
@@ -89,27 +89,26 @@ def require_not_closed(module: nn.Module) -> None:
         raise RuntimeError(CLOSED)
 
 
-def _load_state_dict_pre_hook(
+def prepare_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Add missing names of tied parameters to a state dict, before torch copies the tensors into the parameters.
 
-    Each sharded parameter then copies this rank's rows from the full tensor.
-
-    Raises:
-        RuntimeError: ``load_state_dict(assign=True)`` would replace a sharded parameter.
+    Each sharded parameter then copies this rank's rows from the full tensor. With ``assign=True``, it is copied here:
+    torch would replace the parameter. A tensor on meta has no values, so the parameter keeps its own.
     """
-    names: dict[int, list[str]] = {}
+    names: dict[int, tuple[RowShardedTensor, list[str]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, RowShardedTensor):
-            names.setdefault(id(parameter), []).append(prefix + name)
-    for tied in names.values():
+            names.setdefault(id(parameter), (parameter, []))[1].append(prefix + name)
+    for sharded_param, tied in names.values():
         present = [name for name in tied if name in state_dict]
         if present and local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the sharded parameter {present[0]!r} of the model. Use "
-                "assign=False, or layerzero.load_full_state_dict(model, state_dict)"
-            )
+            value = state_dict[present[-1]]
+            if value is not sharded_param and not value.is_meta:
+                with torch.no_grad():
+                    sharded_param.copy_(value)
+            state_dict.update(dict.fromkeys(tied, sharded_param))
         for name in tied if present else ():  # a state dict needs only one of the names of a tied parameter
             state_dict.setdefault(name, state_dict[present[-1]])
 

@@ -91,12 +91,7 @@ class FSDPModule(nn.Module):
         """Do nothing: a forward waits only for the refresh of its unit."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Raise ValueError if `unshard_in_backward` is False: a backward gathers every unit that it reaches."""
-        if not unshard_in_backward:
-            raise ValueError(
-                "set_unshard_in_backward(False) is not supported: a backward gathers every unit that it reaches. Leave "
-                "the module without a fully_shard call of its own, so that it belongs to the unit around it"
-            )
+        """Do nothing: a backward gathers every unit that it reaches."""
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Raise NotImplementedError; see docs/fsdp2.md for alternatives."""

@@ -43,7 +43,9 @@ from layerzero.extend import (
     module_methods,
     move_unit,
     plan_unit,
+    prepare_state_dict,
     qualified_name,
+    replaced_param_error,
     require_equal,
 )
 
@@ -147,10 +149,11 @@ class UnfinishedUnit:
         for each in inside:
             each.around = self
         self.changes: list[tuple[int, Callable[[], None]]] = []
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_FirstForwardHook(self), prepend=True, with_kwargs=True)
-            for module in modules
-        ]
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            hook = _FirstForwardHook(self)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_load_state_dict_pre_hook(prepare_state_dict))
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -314,4 +317,8 @@ def _failure(root: nn.Module, names: dict[nn.Module, str], units: Iterable[Unfin
                 f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
                 "ones, or use layerzero.shard_model"
             )
+        for handle in each.built.unit.handles:
+            for member in handle.members:
+                if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
+                    return replaced_param_error(member)
     return None

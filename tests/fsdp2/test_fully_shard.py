@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_values_written_before_the_first_forward_are_used(rank: int) -> None:
         model.to_empty(device="cpu")
         with pytest.raises(RuntimeError, match="no values were written to"):
             model(integer_batch()[0])
-        model.load_state_dict(source.state_dict())
+        model.load_state_dict(source.state_dict(), assign=True)
         assert have_values_of(model, source)
         with torch.no_grad():
             assert torch.equal(model(integer_batch()[0]).float(), source(integer_batch()[0]))
@@ -176,9 +177,11 @@ def test_tensors_that_torch_has_distributed_are_accepted(rank: int, axes: int) -
 
     if axes == 1:
         assert all(each.device_mesh == mesh and each.placements == (Shard(0),) for each in model.parameters())
-    for _ in ("before", "after"):
-        model.load_state_dict({name: distributed(name, value) for name, value in source.state_dict().items()})
-        assert have_values_of(model, source)
+    for assign in (False, True):  # before and after the first forward
+        before = list(model.parameters())
+        state = {name: distributed(name, value) for name, value in source.state_dict().items()}
+        model.load_state_dict(state, assign=assign)
+        assert have_values_of(model, source) and all(map(operator.is_, model.parameters(), before))
         with torch.no_grad():
             assert torch.equal(model(integer_batch()[0]), source(integer_batch()[0]))
     optimizers = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(alone.parameters())
@@ -239,6 +242,10 @@ def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
     fully_shard(apart, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(ValueError, match="different meshes or offload policies"):
         apart(integer_batch()[0])
+    replaced = shard_units(integer_net())
+    replaced.head.bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"parameter '.*bias' was replaced"):
+        replaced(integer_batch()[0])
     uneven = integer_net()
     shard_units(uneven, reshard_after_forward=rank == 0)
     with pytest.raises(ValueError, match="ranks disagree"):

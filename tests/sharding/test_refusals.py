@@ -361,10 +361,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a model with a sharded part": (_shard_around_a_sharded_part, "^ValueError.*second.*already"),
     "a part of a sharded model": (lambda: _shard(_shard(units=["second"]).second), "^ValueError.*already"),
     "no module": (lambda: _shard([nn.Linear(2, 2)]), "^TypeError.*model.*Module.*list"),
-    "state assigned": (
-        lambda: _shard().load_state_dict(integer_net().state_dict(), assign=True),
-        "^RuntimeError.*(shift|first).*load_full_state_dict",
-    ),
     "parameter assigned": (_assign_parameter, r"^RuntimeError.*first\.weight.*replaced.*copy"),
     "functional_call": (
         lambda: functional_call(_shard(units=["first"]), dict(integer_net(1).named_parameters()), torch.ones(2, 5)),
