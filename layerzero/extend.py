@@ -115,7 +115,7 @@ from layerzero.optimizers.wrapped_optimizer import record_writes
 from layerzero.sharding import module_methods
 from layerzero.sharding.build_units import BuiltUnit, PlannedUnit, build_unit, move_unit, plan_unit
 from layerzero.sharding.make_root import make_root
-from layerzero.sharding.module_methods import UnshardHandle, set_gradient_divide_factor
+from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_selection import (
@@ -200,7 +200,6 @@ __all__ = [
     "UnitSettings",
     "UnitSpec",
     "Units",
-    "UnshardHandle",
     "UpdateRule",
     "accumulates_full_gradients",
     "active_view",

@@ -40,6 +40,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> _Modules:
     """Shard the parameters of a module in place, with the arguments of ``torch.distributed.fsdp.fully_shard``.
 
@@ -61,6 +62,7 @@ def fully_shard(
         mp_policy: dtypes of the unit. A :class:`layerzero.PrecisionPolicy` is also accepted.
         offload_policy: torch's ``CPUOffloadPolicy`` or :class:`layerzero.Offload`, equal in all calls of a model.
         ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        dp_mesh_dims: not supported. Pass the data-parallel axes of the mesh: ``mesh["dp_replicate", "dp_shard"]``.
 
     Returns:
         `module`, whose class now derives from :class:`FSDPModule`.
@@ -82,6 +84,11 @@ def fully_shard(
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     modules = _outermost([module] if isinstance(module, nn.Module) else [*cast("Iterable[nn.Module]", module)])
     ignored = {id(parameter) for parameter in ignored_params or ()}
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            "fully_shard: dp_mesh_dims is not supported. Pass the data-parallel axes of the mesh, such as "
+            "mesh=mesh['dp_replicate', 'dp_shard']"
+        )
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Pass its data-parallel axes")
     if mesh is None:

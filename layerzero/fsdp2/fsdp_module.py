@@ -7,29 +7,43 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed import fsdp
 
-from layerzero.extend import UnshardHandle, module_methods
+from layerzero.extend import module_methods
 from layerzero.fsdp2.unfinished import unfinished_unit_of
 
 
-class FSDPModule(nn.Module):
-    """Base class of modules that :func:`layerzero.fully_shard` has sharded.
+class FSDPModule(fsdp.FSDPModule, nn.Module):
+    """Base class of modules that :func:`layerzero.fully_shard` has sharded, derived from torch's ``FSDPModule``.
 
-    Its methods have the names and arguments of torch's. docs/fsdp2.md lists what each does. A setting that is changed
-    before the model is complete applies from the first forward.
+    docs/fsdp2.md lists what each method does. A setting that is changed before the model is complete applies from the
+    first forward.
     """
+
+    is_layerzeros = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an unsharded module of the original class, for example for a slice of a ``Sequential``."""
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__mro__[3](*args, **kwargs)
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """See :func:`layerzero.sharding.module_methods.unshard`."""
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        plain: Any = super(fsdp.FSDPModule, self)  # torch's would reset FSDP2's parameters
+        return plain._apply(*args, **kwargs)
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise NotImplementedError(
+            f"a method of torch's FSDPModule needs the state of FSDP2, which this {type(self).__name__} does not have: "
+            "layerzero.fully_shard has sharded it. Leave the method out, or see docs/fsdp2.md"
+        )
+
+    def unshard(self, async_op: bool = False) -> Any:
+        """Gather the weights of the unit ahead of its next forward. With `async_op`, return a handle to wait for."""
         return module_methods.unshard(self, async_op)
 
     def reshard(self) -> None:
         """Free the gathered weights of the unit."""
-        module_methods.reshard(self)
+        if unfinished_unit_of(self) is None:
+            module_methods.reshard(self)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether later backward passes synchronize gradients over all ranks."""
@@ -47,11 +61,11 @@ class FSDPModule(nn.Module):
         """Set whether weights are freed after a backward."""
         _set(self, module_methods.set_reshard_after_backward, reshard_after_backward, recurse=recurse)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Set the units that the unit's forward prefetches."""
         _set(self, module_methods.set_modules_to_forward_prefetch, modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Set the units that the unit's backward prefetches."""
         _set(self, module_methods.set_modules_to_backward_prefetch, modules)
 

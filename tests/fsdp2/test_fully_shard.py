@@ -68,7 +68,8 @@ def test_units_train_like_those_of_shard_model_and_like_one_process(
     parameters = list(model.parameters())
     used = {held.name for held in current_groups() if len(held.ranks) > 1 and held.name}
     assert used <= {group.group_name for group in mesh.get_all_groups()}, "no group was created"
-    assert isinstance(model, FSDPModule) and isinstance(model.head, FSDPModule) and isinstance(model, IntegerNet)
+    for kind in (FSDPModule, torch.distributed.fsdp.FSDPModule):
+        assert isinstance(model, kind) and isinstance(model.head, kind) and isinstance(model, IntegerNet)
     assert have_values_of(model, alone), "before the model is complete"
     layerzero.shard_model(together, mesh=mesh, units=IntegerNet.UNITS)
     nets = {net: exact_sgd(net.parameters()) for net in (model, together, alone)}

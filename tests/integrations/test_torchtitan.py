@@ -126,6 +126,11 @@ def _same(rank: int, folder: str, ways: list[str]) -> None:
 
 def _compare(folder: str, how: str, losses: list[float], norms: list[float], weights: dict[str, Tensor]) -> None:
     mine = with_layerzero(settings(folder, how), accumulation="full" if how == "full" else "sharded")
+    replaced = contextlib.nullcontext()
+    if how == "fully_shard":  # called by torchtitan's own parallelize_fn, bottom-up
+        mine = settings(folder, how)
+        mine.optimizer = with_layerzero(settings(folder, how)).optimizer
+        replaced = mock.patch("torchtitan.distributed.fsdp.fully_shard", layerzero.fully_shard)
     if how == "by hand":  # in torchtitan's trainer
         mine = settings(folder, how)
         mine.model_spec.parallelize_fn = parallelize
@@ -136,7 +141,8 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
         mine.parallelism.fsdp_reshard_after_forward = "step"
     if how == "experts, kept":  # on four ranks, two of which share experts
         mine.parallelism.fsdp_reshard_after_forward = 4
-    ours = train(mine)
+    with replaced:
+        ours = train(mine)
     exact = how != "bf16" and not how.startswith("experts")  # torch multiplies experts in bf16
     assert_like(ours[0], losses, rtol=1e-5 if exact else 1e-4)
     assert_like(ours[1], norms, rtol=1e-5 if exact else 2e-3 if how == "bf16" else 5e-5)
@@ -146,7 +152,7 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
         assert (ours[2][name] - value).norm() <= (1e-3 if exact else 0.05) * change.norm(), name
     (part,) = ours[3].model_parts
     hop2 = layerzero.traffic(part).calls.get("hop2", 0)
-    if how == "by hand":
+    if how in ("by hand", "fully_shard"):
         assert hop2 > 5 * 3
     elif how == "kept until the step":
         assert layerzero.traffic(part).calls["gather"] == 3 * len(layerzero.units(part))
@@ -163,13 +169,23 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
 # Runs of one mesh share one call of ranks: torch learns how to redistribute its DTensors once, which takes longer
 # than a run.
 WAYS = {
-    "dense": ["chunked loss", "by hand", "full", "kept until the step", "whole loss", "checkpointed", "tied", "bf16"],
+    "dense": [
+        "chunked loss",
+        "fully_shard",
+        "by hand",
+        "full",
+        "kept until the step",
+        "whole loss",
+        "checkpointed",
+        "tied",
+        "bf16",
+    ],
     "one node, or many": ["kept", "replicated"],
     "tensor parallel": ["tensor parallel"],
     "experts": ["experts", "experts, parallel", "experts, kept", "experts, replicas"],
 }
 _SETTINGS_OF = {
-    **dict.fromkeys(("by hand", "full", "kept until the step"), "chunked loss"),
+    **dict.fromkeys(("fully_shard", "by hand", "full", "kept until the step"), "chunked loss"),
     "experts, kept": "experts, parallel",
 }
 
