@@ -83,7 +83,8 @@ def fully_shard(
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     modules = _outermost([module] if isinstance(module, nn.Module) else [*cast("Iterable[nn.Module]", module)])
-    ignored = {id(parameter) for parameter in ignored_params or ()}
+    ignored_list = list(ignored_params or ())
+    ignored = {id(parameter) for parameter in ignored_list}
     if dp_mesh_dims is not None:
         raise ValueError(
             "fully_shard: dp_mesh_dims is not supported. Pass the data-parallel axes of the mesh, such as "
@@ -104,7 +105,7 @@ def fully_shard(
         refuse_shared_memory(each, {id(info.parameter) for info in definition.parameters})
     planned = plan_unit(definition, settings.of_unit(modules[0], mesh.shape[-1]), shared)
     built = build_unit(planned, shared, param_init_fn=_leave_uninitialized)
-    UnfinishedUnit(modules, settings, shared, planned, built, inside)
+    UnfinishedUnit(modules, settings, shared, planned, built, inside, ignored_list)
     for each in modules:
         mix_in(each)
     return module

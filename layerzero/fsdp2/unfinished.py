@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from layerzero.extend import (
     ModelGroups,
     ParamInfo,
     PlannedUnit,
+    RowShardedTensor,
     SharedResources,
     UnfinishedHook,
     UnitDefinition,
@@ -129,6 +130,7 @@ class UnfinishedUnit:
         shared: provisional resources.
         planned: plan of the unit, with provisional names.
         inside: units of earlier calls that this unit contains directly.
+        ignored: ignored parameters of the call.
 
     Attributes:
         around: unit of a later call that contains this unit, or None.
@@ -142,9 +144,10 @@ class UnfinishedUnit:
         planned: PlannedUnit,
         built: BuiltUnit,
         inside: Iterable[UnfinishedUnit],
+        ignored: Iterable[nn.Parameter],
     ) -> None:
         self.modules, self.settings, self.shared = modules, settings, shared
-        self.planned, self.built = planned, built
+        self.planned, self.built, self.ignored = planned, built, list(ignored)
         self.around: UnfinishedUnit | None = None
         for each in inside:
             each.around = self
@@ -277,6 +280,7 @@ def _complete(root: nn.Module) -> None:
     for unit, label in labels.items():
         compared |= {f"{name} ({label or 'root'})": value for name, value in unit.built.to_compare.items()}
         compared[f"reshard_after_forward ({label or 'root'})"] = unit.settings.reshards
+        compared[f"mp_policy ({label or 'root'})"] = str(unit.settings.policy)
     members = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     failure = _failure(root, names, units)
     require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
@@ -301,7 +305,7 @@ def _complete(root: nn.Module) -> None:
         change()
 
 
-def _failure(root: nn.Module, names: dict[nn.Module, str], units: Iterable[UnfinishedUnit]) -> Exception | None:
+def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[UnfinishedUnit]) -> Exception | None:
     """Return the error that this rank must raise, or None."""
     first, *others = units
     for each in (first, *others):
@@ -321,4 +325,13 @@ def _failure(root: nn.Module, names: dict[nn.Module, str], units: Iterable[Unfin
             for member in handle.members:
                 if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
                     return replaced_param_error(member)
+    if any(unit.modules == [root] for unit in units):
+        ignored = {id(parameter) for unit in units for parameter in unit.ignored}
+        for name, parameter in root.named_parameters():
+            is_added = not isinstance(parameter, RowShardedTensor) and id(parameter) not in ignored
+            if is_added and parameter.requires_grad:
+                return RuntimeError(
+                    f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient "
+                    "would not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
+                )
     return None

@@ -247,10 +247,14 @@ def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
     replaced.head.bias = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"parameter '.*bias' was replaced"):
         replaced(integer_batch()[0])
-    uneven = integer_net()
-    shard_units(uneven, reshard_after_forward=rank == 0)
-    with pytest.raises(ValueError, match="ranks disagree"):
-        uneven(integer_batch()[0])
+    added = shard_units(integer_net())
+    added.head.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"'head\.scale' joined the model after its module was sharded"):
+        added(integer_batch()[0])
+    for setting in ({"reshard_after_forward": rank == 0}, {"mp_policy": BF16 if rank else MixedPrecisionPolicy()}):
+        uneven = shard_units(integer_net(), **setting)
+        with pytest.raises(ValueError, match=f"ranks disagree.*{next(iter(setting))}"):
+            uneven(integer_batch()[0])
     alone = integer_net()
     fully_shard(alone.first)
     alone.first(integer_batch()[0])
