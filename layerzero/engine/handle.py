@@ -265,12 +265,13 @@ class Handle:
                 + ". Change the sharded parameter between steps instead"
             )
 
-    @property
-    def may_stay_gathered(self) -> bool:
-        """True if the compute weights are gathered, and no gathered parameter was changed in place.
+    def wait_and_may_stay(self) -> bool:
+        """Wait for a gather in flight. Return True if compute weights are gathered and were not changed in place.
 
         After a gather that has failed, the state is not GATHERED.
         """
+        if self._gathering is not None:
+            self.wait()
         return self.state is GatherState.GATHERED and not self.in_full_precision and not self.weights.edited
 
     def _set_state(self, state: GatherState) -> None:

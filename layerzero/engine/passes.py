@@ -118,6 +118,7 @@ class ForwardPass:
         expected: units that the last forward pass with the same outermost unit called, in order.
 
     Attributes:
+        gathers: True if the pass has gathered a unit.
         called: units in the order in which they were called.
         returned: calls that are in an autograd graph, in the order in which they returned.
         prefetched: units whose gathers were launched before they were called.
@@ -126,6 +127,7 @@ class ForwardPass:
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
         self.entry_unit = entry
+        self.gathers = False
         self.called: list[Unit] = []
         self.returned: list[weakref.ref[UnitCall]] = []
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call

@@ -11,10 +11,8 @@ step, or the next call is expected to be a call to the same unit. On a device, t
 be called last stay gathered, because the backward pass begins with them. On several meshes, ranks that call different
 experts expect different last calls, so only the root stays gathered.
 
-A unit that stays gathered until the step is freed early only if its gather has failed or is still in flight, or if its
-weights were edited. A pass that calls only gathered units may therefore fail, or run on one rank only. But if a pass on
-one rank only calls other units than the pass before, or fails while the next unit is being gathered, the ranks then
-gather units in different orders, which is an error.
+A unit that stays gathered until the step is freed early only if its gather has failed, or if its weights were edited.
+A pass that calls only gathered units may therefore run on one rank only, and a rank may repeat a pass that has failed.
 
 A backward pass frees the full buffer when all nodes of a call have run. Autograd runs later nodes first. Therefore a
 call has ended when the backward pass reaches an output of a call that returned before it began, or when the gradients
@@ -26,8 +24,8 @@ and of tied weights that use the unit's weights.
 
 [Note: Forward order]
 Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
-calls. A backward pass prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the
-record of this order.
+calls. Only a pass that gathers replaces this record, because other passes may run on one rank only. A backward pass
+prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the record of this order.
 
 [Note: Weights outside of forwards]
 The inputs and outputs of a computation inside `gathered` are unknown. Therefore `gathered` installs autograd's
@@ -322,7 +320,8 @@ class Scheduler(Closable):
         if forward is None or forward.entry_unit is not unit or self._is_running(unit):
             return
         self._forward = None
-        self._last_calls[unit] = forward.called
+        if forward.gathers:
+            self._last_calls[unit] = forward.called
         for mesh in self._orders:
             self._free_still_gathered(forward, mesh)
         # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
@@ -472,6 +471,8 @@ class Scheduler(Closable):
         sharded_handles = [handle for handle in unit.handles if handle.state is GatherState.SHARDED]
         if not sharded_handles:
             return
+        if self._forward is not None:
+            self._forward.gathers = True
         # For each handle that needs a gather: True if the masters are gathered.
         gathers = [each.in_full_precision for each in sharded_handles if each.source.needs_gather]
         if True in gathers:

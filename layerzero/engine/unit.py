@@ -136,12 +136,11 @@ class Unit:
 
     def end_use(self) -> None:
         """Reshard the unit after a forward pass or another use, unless it stays gathered until the optimizer step."""
-        if not (self.stays_until_step and self._may_stay_gathered):
+        if not (self.stays_until_step and self._wait_and_may_stay()):
             self.reshard()
 
-    @property
-    def _may_stay_gathered(self) -> bool:
-        return all(handle.may_stay_gathered for handle in self.handles)
+    def _wait_and_may_stay(self) -> bool:
+        return all(handle.wait_and_may_stay() for handle in self.handles)
 
     def copy_aliases(self, output: Any) -> Any:
         """Return `output` with copies of gathered parameters and their views, because resharding frees their memory.
@@ -217,7 +216,7 @@ class Unit:
         Keep the full buffer if `reshard_after_backward` is False. See :meth:`drop_post_forward` for `passed`.
         """
         self.show_sharded()
-        if self.reshard_after_backward or not self._may_stay_gathered:
+        if self.reshard_after_backward or not self._wait_and_may_stay():
             self.reshard()
         self.drop_post_forward(passed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,20 @@ from torch import Tensor, nn
 import layerzero
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
-from tests.support.graphs import WORLD, Block, Chain, batch, blocks, freeze, loss_of, message_of, one_pass, sgd, shard
+from tests.support.graphs import (
+    WORLD,
+    Block,
+    Chain,
+    batch,
+    blocks,
+    boom,
+    freeze,
+    loss_of,
+    message_of,
+    one_pass,
+    sgd,
+    shard,
+)
 from tests.support.models import BF16, different, full_parameters, update
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -220,6 +234,42 @@ def test_evaluation_and_failed_passes_keep_the_weights_even_on_one_rank(rank: in
         update(optimizer)
         assert full_buffers(model) == 0, end
     assert not torch.isnan(next(iter(full_parameters(model).values()))).any()
+
+
+@on_ranks(world_size=WORLD, pg_timeout=10)
+def test_an_evaluation_on_one_rank_may_leave_out_units_or_call_them_in_another_order(rank: int) -> None:
+    orders = ((0, 2), (1,), (2, 1, 0), (0, 1, 2))
+    model, optimizer = kept()
+    for step in range(2 * len(orders)):
+        gathers(model)
+        one_pass(model, rank, step)
+        assert gathers(model) == UNITS
+        if rank == 1:
+            model.order = orders[step % len(orders)]
+            _evaluate(model, rank)
+            model.order = range(3)
+        update(optimizer)
+
+
+@on_ranks(world_size=WORLD, pg_timeout=10)
+def test_a_rank_may_repeat_a_forward_that_failed_while_the_next_unit_was_gathered(rank: int) -> None:
+    for place, prefetch in itertools.product((0, 1, 2), (1, 2)):
+        found = []
+        for fails in (False, True):
+            model, optimizer = kept(accumulation="full", prefetch=prefetch)
+            for step in range(4):
+                if fails and rank == 1 and step % 2:
+                    hook = model.units[place].register_forward_hook(boom)
+                    with pytest.raises(LookupError):
+                        model(batch(rank, step))
+                    hook.remove()
+                gathers(model)
+                one_pass(model, rank, step)
+                assert gathers(model) <= UNITS
+                assert full_buffers(model) == gathered_bytes(model), place
+                update(optimizer)
+            found.append(full_parameters(model))
+        assert not different(*found), (place, prefetch)
 
 
 def _load(model: nn.Module) -> None:
