@@ -41,6 +41,7 @@ during the collective, so the collective must only read it. In this case, broadc
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -54,7 +55,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.comm.codecs import EncodedPartsSpec
-from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
+from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose, transfer_error
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, display_name
 from layerzero.comm.waits import SLICE, WaitCycleError, WaitState, waiting
@@ -238,11 +239,13 @@ class LaunchedCollective:
     name: str  # for example the name of the unit
     sent: int  # number of bytes that this rank sends
     on_stream: bool = False  # see [Note: Collectives on streams of the engine]
-    number: int = 0  # number of launches on the group up to this one
+    number: int = 0  # number of launches on the group, or on the channel, up to this one
+    peer: int = -1  # global rank at the other end of a transfer between two ranks
+    channel: str = ""  # of such a transfer: sender, receiver and tag. The transfers of a channel have one order
 
     def attach_transfers(self, *each: Transfer) -> PendingCollective:
         group = self.communicator.held_group
-        self.number = group.log.append(self.collective)
+        self.number = (group.channels[self.channel] if self.channel else group.log).append(self.collective)
         works = PendingCollective(each, self)
         if not self.on_stream and self.communicator.uses_streams:
             group.last_launch = weakref.ref(works)
@@ -261,7 +264,8 @@ class LaunchedCollective:
     def state(self, store: object = None) -> WaitState:
         """Return the state of a wait for this collective."""
         status, group = self.status, self.communicator.held_group
-        return WaitState(status.doing, group.ranks, group.name, self.number, self.collective.value, status.gathers)
+        ranks, name = ((self.peer,) if self.channel else group.ranks), group.name + self.channel
+        return WaitState(status.doing, ranks, name, self.number, self.collective.value, status.gathers)
 
     @property
     def status(self) -> RankStatus:
@@ -279,6 +283,13 @@ class LaunchedCollective:
         if isinstance(error, WaitCycleError):
             return WaitCycleError(str(error))
         counters, status = self.communicator.counters, self.status
+        if self.channel:
+            if self.verdict:
+                return WaitCycleError(self.verdict)
+            group = self.communicator.held_group
+            rank, timeout = group.ranks[self.communicator.rank], group.transfer_timeout
+            seconds = timeout_of(group.group) if timeout is None else timeout.total_seconds()
+            return transfer_error(status, error, rank=rank, peer=self.peer, timeout=seconds)
         if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
                 f"layerzero: {status.doing} failed after another collective of the model: {counters.failure}"
@@ -338,10 +349,8 @@ class PendingCollective:
 
     def _wait_for_transfers(self, may_wait: Callable[[], bool]) -> None:
         launched = self.launched
-        # A timeout of a single send or receive would end it, and ranks make different numbers of these.
-        is_pair = launched.collective is Collective.TRANSFER
-        in_slices = launched.communicator.is_gloo and not is_pair
-        with nullcontext() if is_pair or launched.communicator.uses_streams else waiting(launched):
+        in_slices = launched.communicator.is_gloo and not launched.channel  # a timeout would end a transfer
+        with nullcontext() if launched.communicator.uses_streams else waiting(launched):
             for work in self.each:
                 while in_slices and isinstance(work, dist.Work) and not work.is_completed():
                     if launched.verdict:
@@ -350,7 +359,10 @@ class PendingCollective:
                         raise RuntimeError("the process ends before the collective has completed")
                     with suppress(RuntimeError):  # the wait below raises the error of a completed transfer
                         work.wait(timedelta(seconds=SLICE))
-                work.wait()
+                if launched.channel:
+                    _wait_for_transfer(work, launched.communicator.held_group.transfer_timeout)
+                else:
+                    work.wait()
 
     def call(self, function: Callable[[], object]) -> None:
         """Call the function that enqueues the collective on the current stream, with the errors of :meth:`wait`."""
@@ -373,6 +385,27 @@ class PendingCollective:
         for reference in self.launched.communicator.counters.observers.of_collectives:
             if (observer := reference()) is not None:
                 observer.done(self)
+
+
+def _wait_for_transfer(work: Transfer, timeout: timedelta | None) -> None:
+    """Wait for a transfer between two ranks. In the main thread, an exception of a signal handler ends the wait."""
+    wait = partial(work.wait, *([] if timeout is None else [timeout]))
+    if threading.current_thread() is not threading.main_thread():
+        wait()
+        return
+    errors: list[BaseException] = []
+
+    def wait_in_thread() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait_in_thread, name="layerzero transfer", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 @dataclass
@@ -645,6 +678,7 @@ def send(comm: Communicator, tensor: Tensor, to: int, *, name: str, tag: int = 0
         tag: number by which gloo tells the messages of threads apart that use the communicator at the same time.
     """
     with launching(comm, Collective.TRANSFER, name, tensor.nbytes) as launched:
+        launched.peer, launched.channel = comm.held_group.ranks[to], f"/{comm.rank}-{to}/{tag}"
         work = dist.isend(tensor, group=comm.group, group_dst=to, tag=tag)
         assert work is not None
         return launched.attach_transfers(work)
@@ -653,6 +687,7 @@ def send(comm: Communicator, tensor: Tensor, to: int, *, name: str, tag: int = 0
 def receive(comm: Communicator, tensor: Tensor, source: int, *, name: str, tag: int = 0) -> PendingCollective:
     """Start receiving into a tensor in host memory what rank `source` of the communicator sends; see :func:`send`."""
     with launching(comm, Collective.TRANSFER, name, 0) as launched:
+        launched.peer, launched.channel = comm.held_group.ranks[source], f"/{source}-{comm.rank}/{tag}"
         work = dist.irecv(tensor, group=comm.group, group_src=source, tag=tag)
         assert work is not None
         return launched.attach_transfers(work)

@@ -118,6 +118,18 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
     return CollectiveError(message, status, elsewhere)
 
 
+def transfer_error(status: RankStatus, error: Exception, *, rank: int, peer: int, timeout: float) -> CollectiveError:
+    """Return the error of a transfer between `rank`, which is this rank, and `peer`. Ask no other rank.
+
+    Args:
+        error: error that the backend raised.
+        timeout: timeout of the transfer in seconds.
+    """
+    kind = _failure_kind(str(error))
+    why = _describe_peers({peer: ""}, {}, timeout if kind == _TIMED_OUT else None)[0] if kind else str(error)
+    return CollectiveError(f"layerzero: {status.doing} failed on rank {rank}: {why}", status, {})
+
+
 def _failure_kind(text: str) -> str:
     """Return the kind of failure that a backend's message describes, or "" if the message is not recognized."""
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):

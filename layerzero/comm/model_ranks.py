@@ -127,17 +127,18 @@ class ModelRanks:
     ) -> list[Communicator]:
         """Create gloo communicators for checkpoints, which separate threads use. All ranks must call this method.
 
-        Their timeout is at least CHECKPOINT_TIMEOUT.
+        They are for transfers between two ranks, whose timeout is at least CHECKPOINT_TIMEOUT.
 
         Args:
             subject: purpose, which starts the message if other ranks create other groups.
             members: global ranks of each communicator, which include this rank. Ranks must list shared communicators
                 in one global order, because the members connect when a communicator is created.
-            groups: owner of the new groups.
+            groups: owner of the new groups, which defers their creation.
         """
         require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(*members))
         like, counters = self.mesh_info.zero3_control_comm.group, TrafficCounters()  # which other threads may update
         new = [_new_gloo_group(groups, ranks, like, CHECKPOINT_TIMEOUT) for ranks in members]
+        groups.create_deferred()
         return [Communicator.over(subject, "control", group, counters, "cpu") for group in new]
 
 
@@ -229,7 +230,7 @@ def _comms_along(model_parallel_mesh: DeviceMesh, mesh_info: MeshInfo) -> tuple[
 
 
 def _new_gloo_group(
-    groups: ModelGroups, ranks: Sequence[int], like: dist.ProcessGroup, min_timeout: timedelta = timedelta(0)
+    groups: ModelGroups, ranks: Sequence[int], like: dist.ProcessGroup, transfer_timeout: timedelta | None = None
 ) -> HeldGroup:
     backend = dist.get_backend_config(like).split(",")[0].split(":")[1]
-    return groups.new(ranks, like=like, device_type="cpu", backend=backend, min_timeout=min_timeout)
+    return groups.new(ranks, like=like, device_type="cpu", backend=backend, transfer_timeout=transfer_timeout)

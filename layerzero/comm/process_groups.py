@@ -11,8 +11,10 @@ If only the members create a group, torch derives its name from its ranks and fr
 That number decreases when groups are released. torch could then reuse a name while the keys of the previous group are
 still in the store, or while another group has this name. Ranks that collect garbage at different times would also use
 different names for the same group, and deadlock. Therefore layerzero names a group after its ranks and the number of
-groups created for these ranks so far. Local groups of a model are also removed from torch's tables (see the next note).
-Therefore the names of torch's other groups do not depend on the number of live models.
+groups created for these ranks so far. Groups that are created together get their names before the first of them
+connects, so the ranks still agree on the numbers if one of them fails to connect. Local groups of a model are also
+removed from torch's tables (see the next note). Therefore the names of torch's other groups do not depend on the number
+of live models.
 
 [Note: Release of groups]
 A model's groups belong to its :class:`ModelGroups`. This object lives as long as the model, and as long as user code
@@ -44,6 +46,13 @@ After ``init_process_group("cpu:gloo,cuda:nccl")``, a group has a backend for ea
 pairs of ranks when the group is created. Therefore a group of a model has only the backend of its messages. The groups
 of a mesh also run collectives of the user and of DTensor, and keep all backends. A group of a model copies the options
 (such as NCCL's ``max_ctas``) of the mesh's group along the same axis.
+
+[Note: Groups for transfers]
+The ranks of some gloo groups only send messages to each other, with a long timeout. A rank that cannot continue must
+therefore end the waits of the others. It replaces its address in the store by the reason, and then closes its
+connections. The transfers of the other ranks fail at once, and these ranks find the reason in the store. A rank that is
+still connecting finds it instead of the address (:class:`_AddressStore`). gloo closes all connections of a group when a
+wait times out. While it connects, gloo tries to reach a process that has ended until a timeout, which is shorter.
 """
 
 from __future__ import annotations
@@ -55,21 +64,23 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from layerzero.device.streams import Waitable
 from layerzero.utils.torch_compat import (
     backend_timeout,
     copy_options,
     create_group,
+    default_store,
     forget_group,
     hide_group,
     is_known_group,
@@ -82,6 +93,10 @@ CLOSED = (
 _PATIENCE, _POLL = 5.0, 0.005  # seconds to wait for in-flight collectives when the process exits, and between looks
 _SHORT_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"  # variable that gloo reads; see docs/scale.md
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
+_ADDRESS = "cpu//0/{}"  # key of gloo's address of a rank, in the group's part of the store
+_GAVE_UP = "layerzero gave up: "  # start of a reason that replaces an address
+_TO_CONNECT = timedelta(minutes=1)  # timeout of gloo while it connects a group for transfers; it tries five times
+_UNUSED_TAG = 2**31 - 1  # tag of a message that no rank sends
 
 
 class Reservation:
@@ -149,6 +164,34 @@ class LaunchLog:
 _LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, LaunchLog] = weakref.WeakKeyDictionary()
 
 
+class _AddressStore(Store):
+    """Store through which gloo connects a group for transfers. Its waits end if a rank gives up."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        if reason := _reason_in(value):
+            raise RuntimeError(reason)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = _TO_CONNECT) -> None:
+        self._store.wait(keys, 5 * timeout)  # as long as gloo tries to connect
+
+
+def _reason_in(value: bytes) -> str:
+    """Return the reason that has replaced an address, or an empty string if `value` is an address."""
+    return value.decode().removeprefix(_GAVE_UP) if value.startswith(_GAVE_UP.encode()) else ""
+
+
 class HeldGroup:
     """Reference to a process group that can be closed and released.
 
@@ -161,6 +204,9 @@ class HeldGroup:
         name: name of the group, or an empty string until the group is created; see :class:`ModelGroups`.
         backends: backend of each device type, as in ``torch.distributed.get_backend_config``.
         log: collectives that this rank has launched on the group.
+        channels: transfers between two ranks that this rank has launched on the group, by sender, receiver and tag.
+        transfer_timeout: timeout of these transfers, or None if the group is not for transfers only. See [Note: Groups
+            for transfers].
         failure: message of the error with which waits for collectives of the group have ended, or an empty string.
         last_encoded_reduction: event after the last encoded reduction, if no later collective on a stream of the engine
             has waited for it.
@@ -169,6 +215,7 @@ class HeldGroup:
     def __init__(self, ranks: Sequence[int], backends: str) -> None:
         self._group: dist.ProcessGroup | None = None
         self._store: Store | None = None  # the group's part of the rendezvous store; None for groups that torch keeps
+        self._address = ""  # key of this rank's address in `_store`
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.reserved: Reservation | None = None
@@ -176,6 +223,8 @@ class HeldGroup:
         self.last_launch: weakref.ref[Any] | None = None
         self.last_encoded_reduction: Waitable | None = None
         self.log = LaunchLog()
+        self.channels: defaultdict[str, LaunchLog] = defaultdict(LaunchLog)
+        self.transfer_timeout: timedelta | None = None
         self.failure = ""
         self.name = ""
         self.ranks = tuple(ranks)
@@ -189,10 +238,15 @@ class HeldGroup:
         held.set_group(group)
         return held
 
-    def set_group(self, group: dist.ProcessGroup, store: Store | None = None) -> None:
+    def set_name(self, name: str) -> None:
+        """Set the name of a group that will be created, once."""
+        self.name, self._store = name, PrefixStore(f"{name}/", default_store())
+        self._address = _ADDRESS.format(self.ranks.index(dist.get_rank()))
+
+    def set_group(self, group: dist.ProcessGroup) -> None:
         """Set the process group, once."""
         assert self._group is None
-        self._group, self._store = group, store
+        self._group = group
         self.log = _LOGS.setdefault(group, self.log)
         self.name = group.group_name
         _HELD.add(self)
@@ -224,9 +278,36 @@ class HeldGroup:
         gloo cannot abort collectives. Threads that wait for them read `failure`.
         """
         self.failure = self.failure or message
+        if self.transfer_timeout is not None:
+            self.publish_reason(message)
+            self.close_connections()
         if not self.is_local and self._group is not None:
             with suppress(RuntimeError):  # a backend that cannot abort collectives
                 self._group.abort()  # type: ignore[attr-defined]
+
+    def find_reason(self) -> str:
+        """Return the reason why a rank has given up the group, or an empty string."""
+        store, keys = self._store, [_ADDRESS.format(index) for index in range(len(self.ranks))]
+        reasons = (_reason_in(store.get(key)) for key in keys if store is not None and store.check([key]))
+        return next(filter(None, reasons), "")
+
+    def publish_reason(self, reason: str) -> None:
+        """Publish why this rank gives up the group. See [Note: Groups for transfers]."""
+        store, self._store = self._store, None  # `drop` must not delete the reason
+        if store is not None:
+            with suppress(RuntimeError):  # the process that served the store has ended
+                store.set(self._address, _GAVE_UP + reason)
+
+    def close_connections(self) -> None:
+        """End all transfers of the group, on all of its ranks. See [Note: Groups for transfers]."""
+        group = self._group
+        if group is None:
+            return
+        for index in range(group.size()):
+            if index != group.rank():
+                with suppress(RuntimeError):  # the wait times out, or that rank has closed the connection
+                    group.recv([torch.empty(1)], index, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        self.log.in_flight.clear()
 
     def drop(self) -> None:
         """Release the process group. If the group is not local, all ranks of the group must call this method."""
@@ -243,7 +324,7 @@ class HeldGroup:
         # After another init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
             with suppress(RuntimeError):  # the process that served the store has exited
-                self._store.delete_key(f"cpu//0/{group.rank()}")  # gloo's address of this rank
+                self._store.delete_key(self._address)
 
 
 _HELD: weakref.WeakSet[HeldGroup] = weakref.WeakSet()
@@ -269,7 +350,7 @@ class ModelGroups:
 
     def __init__(self, *, deferred: bool = False) -> None:
         self.deferred = deferred
-        self._waiting: list[tuple[HeldGroup, Callable[[], tuple[dist.ProcessGroup, Store]]]] = []
+        self._waiting: list[tuple[HeldGroup, Callable[[str], dist.ProcessGroup]]] = []
         self._held: list[HeldGroup] = []
         self._finalizer = weakref.finalize(self, _enqueue, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
@@ -281,7 +362,7 @@ class ModelGroups:
         like: dist.ProcessGroup,
         device_type: str,
         backend: str = "",
-        min_timeout: timedelta = timedelta(0),
+        transfer_timeout: timedelta | None = None,
     ) -> HeldGroup:
         """Create a group that is released with the model.
 
@@ -292,13 +373,20 @@ class ModelGroups:
                 of groups].
             device_type: device type of the tensors that the group sends.
             backend: another backend, which gets no options.
-            min_timeout: minimum of the timeout, even if that of `like` is shorter.
+            transfer_timeout: if not None, the group is for transfers only, and their timeout is at least this long. See
+                [Note: Groups for transfers].
         """
         config = backend or _config_on(like, device_type)
         held = HeldGroup(sorted(ranks), str(dist.BackendConfig(dist.Backend(config))))
-        timeout = max(backend_timeout(like, device_type) or timedelta(0), min_timeout) or None
+        timeout = backend_timeout(like, device_type) or None
+        if transfer_timeout is not None:
+            held.transfer_timeout = max(timeout or transfer_timeout, transfer_timeout)
+            timeout = min(timeout or _TO_CONNECT, _TO_CONNECT)
         options = None if backend else copy_options(like, device_type)
-        self._waiting.append((held, partial(_create_group, held.ranks, config, timeout=timeout, options=options)))
+        create = partial(
+            _create_group, held.ranks, config, timeout=timeout, options=options, gives_up=transfer_timeout is not None
+        )
+        self._waiting.append((held, create))
         if not self.deferred:
             self.create_deferred()
         return held
@@ -306,12 +394,19 @@ class ModelGroups:
     def create_deferred(self) -> None:
         """Create the deferred groups. Later calls of :meth:`new` create groups immediately."""
         self.deferred = False
+        for held, _ in self._waiting:  # see [Note: Names of groups]
+            held.set_name(_new_name(held.ranks))
+            self._held.append(held)
         while self._waiting:
             held, create = self._waiting.pop(0)
-            held.set_group(*create())
-            self._held.append(held)
+            held.set_group(create(held.name))
             if held.is_local:
                 hide_group(held.group)
+
+    @property
+    def held(self) -> tuple[HeldGroup, ...]:
+        """References to the groups, also to those that could not be created."""
+        return tuple(self._held)
 
     def abandon(self) -> None:
         """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""
@@ -366,7 +461,8 @@ def mesh_group(
     key = (tuple(sorted(ranks)), config, timeout, repr(option_values(options)))
     group = _MESH_GROUPS.get(key)
     if group is None or not is_known_group(group):
-        group, _ = _create_group(ranks, config, timeout=timeout, options=options)
+        members = sorted(ranks)
+        group = _create_group(members, config, _new_name(members), timeout=timeout, options=options)
         _MESH_GROUPS[key] = group
     return group
 
@@ -434,16 +530,30 @@ def _name_counts() -> Counter[tuple[int, ...]]:
     return _NAMES.setdefault(world, Counter())
 
 
-def _create_group(
-    ranks: Sequence[int], config: str, *, timeout: timedelta | None, options: Any
-) -> tuple[dist.ProcessGroup, Store]:
-    """Create a group of `ranks` with the backends `config`, and return it with its part of the store."""
-    members = sorted(ranks)
+def _new_name(members: Sequence[int]) -> str:
+    """Return the name of another group of `members`, which are in ascending order. See [Note: Names of groups]."""
     names = _name_counts()
     names[tuple(members)] += 1
-    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    name = f"layerzero/{digest}/{names[tuple(members)]}"
-    return create_group(members, name, backend=config, timeout=timeout, options=options)
+    digest = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
+    return f"layerzero/{digest}/{names[tuple(members)]}"
+
+
+def _create_group(
+    members: Sequence[int],
+    config: str,
+    name: str,
+    *,
+    timeout: timedelta | None,
+    options: Any,
+    gives_up: bool = False,
+) -> dist.ProcessGroup:
+    """Create a group of `members`, which are in ascending order, with the backends `config`.
+
+    Args:
+        gives_up: whether a rank may give up the group while others connect. See [Note: Groups for transfers].
+    """
+    store = _AddressStore(default_store()) if gives_up else default_store()
+    return create_group(members, name, store=store, backend=config, timeout=timeout, options=options)
 
 
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()

@@ -335,7 +335,8 @@ class WaitMonitor:
         on_device = [each.state(store) for each in self._late_on_device()]
         program = next((thread for thread in (*running, main) if thread not in own), main)
         groups = current_groups()
-        launches = {held.name: (held.log.launches, tuple(held.log.recent)) for held in groups}
+        logs = {h.name + channel: log for h in groups for channel, log in ({"": h.log} | h.channels).items()}
+        launches = {name: (log.launches, tuple(log.recent)) for name, log in logs.items()}
         # A call of torch may wait on a group that is not in torch's tables.
         for group in {*torch_groups(), *logged_groups()}:
             launches[f"torch/{group.group_name}"] = launches_of(group), ()

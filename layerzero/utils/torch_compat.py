@@ -187,9 +187,9 @@ def is_known_group(group: dist.ProcessGroup | None) -> bool:
 
 
 def create_group(
-    members: Sequence[int], name: str, *, backend: str, timeout: timedelta | None, options: Any = None
-) -> tuple[dist.ProcessGroup, Store]:
-    """Create a group with a chosen name, by its members only, and return it with its part of the store.
+    members: Sequence[int], name: str, *, store: Store, backend: str, timeout: timedelta | None, options: Any = None
+) -> dist.ProcessGroup:
+    """Create a group with a chosen name, by its members only. Its keys in `store` begin with its name.
 
     ``new_group(use_local_synchronization=True)`` derives the name from the number of groups that a rank has, on which
     the members may disagree.
@@ -205,23 +205,23 @@ def create_group(
     if options is not None:
         options._timeout = timeout  # torch warns if it differs
     with _without_group_split():
-        group, store = _new_process_group_helper(
+        group, _ = _new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
             list(members),
             chosen,
-            default_store(),
+            store,
             name,  # type: ignore[arg-type]
             backend_options=options,
             timeout=timeout,
         )
-    assert isinstance(group, dist.ProcessGroup) and store is not None
+    assert isinstance(group, dist.ProcessGroup)
     backends = set(dist.BackendConfig(chosen).device_backend_map.values())
     if len(backends) == 1:
         # torch sets none, or gloo, if a backend plugin is registered (importing FSDP registers one), and warns later.
         group._set_default_backend(Backend.backend_type_map[backends.pop()])
     _world().pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
-    return group, store
+    return group
 
 
 @contextmanager
