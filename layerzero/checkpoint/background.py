@@ -162,11 +162,11 @@ def staging_of(lz_state: LayerZeroState) -> Staging:
 def rank_tree(lz_state: LayerZeroState) -> RankTree:
     """Return the connections of saves and snapshots. All ranks must call this function.
 
-    The ranks create them at first use, and again if messages have failed on any rank. They first exchange whether they
-    have them.
+    The ranks create them at first use, and again if an exchange has failed on any rank. They first exchange whether
+    they have them.
     """
     staging = staging_of(lz_state)
-    is_usable = staging.tree is not None and not staging.tree.is_broken
+    is_usable = staging.tree is not None and not staging.tree.failure
     if "lacks them" in lz_state.ranks.all_gather_text("has them" if is_usable else "lacks them"):
         staging.tree = RankTree("connections for checkpoints", lz_state.ranks)
     assert staging.tree is not None

@@ -45,7 +45,7 @@ from layerzero.checkpoint.checkpoint_writer import chunk_of, plan_items
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, FileRecord, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, collect, topology_entry
 from layerzero.checkpoint.contents import CONTENTS, CheckpointContents, Chunk
-from layerzero.checkpoint.errors import CheckpointError, RankLostError
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.loading import prepare_load_from
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
 from layerzero.checkpoint.publish import new_token, write_file
@@ -235,7 +235,7 @@ class Buddies:
         if tree is self._tree:
             return
         self._groups.release()  # connections of a tree that has failed
-        self._tree, self._groups = tree, ModelGroups()
+        self._tree, self._groups = tree, ModelGroups(deferred=True)
         pairs = []
         if self._receiver is not None:
             pairs.append((self._rank, self._receiver))
@@ -244,11 +244,8 @@ class Buddies:
         node_size = max(Counter(self._nodes).values())
         # One order for all ranks. Pairs that start on every second node come first, so that these connect in parallel.
         pairs.sort(key=lambda pair: (pair[0] // node_size % 2, pair[0]))
-        try:
-            self._partner_comms = self._connect_pairs(pairs, self._groups)
-        except BaseException:
-            tree.is_broken = True  # the next call connects again
-            raise
+        self._partner_comms = self._connect_pairs(pairs, self._groups)
+        self._all_gather(None)  # all ranks raise an error if one of them is not connected
 
     def _connect_pairs(self, pairs: Iterable[tuple[int, int]], groups: ModelGroups) -> dict[int, Communicator]:
         """Connect this rank to the other ranks of `pairs`, and return the communicators by rank.
@@ -258,10 +255,11 @@ class Buddies:
         Args:
             pairs: pairs of ranks, in an order that is the same on all ranks. Pairs of two other ranks may be missing.
         """
-        ranks, own = self._lz_state.ranks, self._rank
+        assert self._tree is not None
+        ranks, own = self._lz_state.ranks.ranks, self._rank
         others = list(dict.fromkeys(sum(pair) - own for pair in pairs if own in pair))
-        members = [[ranks.ranks[own], ranks.ranks[other]] for other in others]
-        return dict(zip(others, ranks.new_control_comms(_WHAT, members, groups), strict=True))
+        members = [[ranks[own], ranks[other]] for other in others]
+        return dict(zip(others, self._tree.connect(_WHAT, members, groups), strict=True))
 
     def _all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks. All ranks must call this method."""
@@ -271,16 +269,18 @@ class Buddies:
     @contextmanager
     def _raising_on_all_ranks(self) -> Iterator[None]:
         """Run the body on all ranks. If it cannot read or write files on any rank, raise CheckpointError on all."""
+        assert self._tree is not None
         failure = ""
-        try:
-            yield
-        except CheckpointError as error:
-            failure = f"rank {self._rank}: {error}"
-        except OSError as error:
-            failure = f"rank {self._rank}: {error}"
-            if error.errno == errno.ENOSPC:
-                free = shutil.disk_usage(self.folder.parent).free
-                failure += f". {self.folder.parent} has {free:,} bytes of free space"
+        with self._tree.failing_together():
+            try:
+                yield
+            except CheckpointError as error:
+                failure = f"rank {self._rank}: {error}"
+            except OSError as error:
+                failure = f"rank {self._rank}: {error}"
+                if error.errno == errno.ENOSPC:
+                    free = shutil.disk_usage(self.folder.parent).free
+                    failure += f". {self.folder.parent} has {free:,} bytes of free space"
         if failures := [text for text in self._all_gather(failure) if text]:
             raise CheckpointError("; ".join(failures))
 
@@ -369,7 +369,8 @@ class Buddies:
             message: record and chunks of this rank's file, its own values, and the document on the first rank.
         """
         is_first = self._is_first_on_node
-        try:
+        assert self._tree is not None
+        with self._tree.failing_together():
             rank_entries = self._all_gather(message)
             records = [FileRecord(**entry) for entry, *_ in rank_entries]
             with self._raising_on_all_ranks():
@@ -378,14 +379,6 @@ class Buddies:
                     self._write_shared_files(folder, records, rank_entries)
             if is_first:
                 os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
-        except CheckpointError:  # raised on all ranks
-            raise
-        except BaseException as error:
-            assert self._tree is not None
-            self._tree.is_broken = True  # the next snapshot connects again
-            if isinstance(error, RuntimeError):
-                raise RankLostError(f"a rank has exited or is late: {error}") from error
-            raise
         self._newest = folder.name
 
     def _write_shared_files(self, folder: Path, records: list[FileRecord], rank_entries: list[list[Any]]) -> None:
@@ -515,7 +508,7 @@ class Buddies:
             holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
             num_transfers[holder] += 1
             transfers.append((name, holder, rank))
-        groups = ModelGroups()
+        groups = ModelGroups(deferred=True)
         comms = self._connect_pairs([(holder, rank) for _, holder, rank in transfers], groups)
         nothing = torch.empty(0, dtype=torch.uint8)
         for name, holder, rank in transfers:

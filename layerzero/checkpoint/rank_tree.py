@@ -9,22 +9,32 @@ the number of ranks. The ranks below a member of a group are consecutive, so lis
 [Note: Tags]
 A save and a snapshot may exchange values at the same time, in two threads that are not synchronized between ranks.
 Their messages have different tags, so both can use the same connections.
+
+[Note: Errors of a tree]
+A rank waits only for its neighbors in the tree. If an exchange ends early on a rank, the rank therefore publishes the
+reason and closes all its connections, so that the exchanges of its neighbors fail, and then those of their neighbors. A
+rank whose neighbor has published a reason publishes the same reason. If there is none, the neighbor's process has
+ended.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.checkpoint.errors import CheckpointError, RankLostError
 from layerzero.extend import Communicator, ModelGroups, ModelRanks, receive, send
 
 SAVES = 0  # tag of the messages of saves, which do not overlap
 _MESSAGE = "values of a checkpoint"
 _FAN_OUT = 4  # maximum number of ranks in a group
+_TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 
 
 class FailedRanksError(Exception):
@@ -51,26 +61,35 @@ class RankTree:
     same order on all ranks; see [Note: Tags].
 
     Attributes:
-        is_broken: whether a message has failed on this rank. The ranks must then create another tree.
+        failure: reason why the ranks must create another tree, or an empty string. See [Note: Errors of a tree].
     """
 
     def __init__(self, subject: str, ranks: ModelRanks) -> None:
-        self.is_broken = False
+        self.failure = ""
+        self._ranks, self._rank = ranks, ranks.ranks[ranks.rank]
         self._is_first, self._size = ranks.is_first, ranks.size
+        self._failing = threading.Lock()
+        self._owners = weakref.WeakSet[ModelGroups]()  # of all groups that are closed if an exchange fails
         members, widths = list[Sequence[int]](), []
         for start, width in _group_starts(ranks.rank, ranks.size):
             group = ranks.ranks[start : start + _FAN_OUT * width : width]
             if len(group) > 1:
                 members.append(group)
                 widths.append(width)
-        self._groups = ModelGroups()  # released with the tree, which may outlive the model
-        comms = ranks.new_control_comms(subject, members, self._groups)
+        self._groups = ModelGroups(deferred=True)  # released with the tree, which may outlive the model
+        comms = self.connect(subject, members, self._groups)
         self._levels = [_Level(*each) for each in zip(comms, widths, strict=True)]  # of this rank, lowest first
+
+    def connect(self, subject: str, members: Sequence[Sequence[int]], groups: ModelGroups) -> list[Communicator]:
+        """Create communicators whose transfers fail with the tree; see :meth:`ModelRanks.new_control_comms`."""
+        self._owners.add(groups)
+        with self.failing_together():
+            return self._ranks.new_control_comms(subject, members, groups)
 
     def gather(self, tag: int, value: object) -> list[Any]:
         """Gather values on the first rank, in rank order. On other ranks, the result is a part of the values."""
         values = [value]
-        with self._breaks_on_error():
+        with self.failing_together():
             for comm, _ in self._levels:
                 if comm.rank:
                     self._send(comm, 0, tag, values)
@@ -97,14 +116,15 @@ class RankTree:
         Raises:
             FailedRanksError: a function has raised an error on any rank. Raised on all ranks.
         """
-        outcomes = self.gather(tag, _outcome(map_rank))
-        if self._is_first:
-            failures = [(rank, *error) for rank, (_, error) in enumerate(outcomes) if error]
-            if not failures:
-                parts, error = _outcome(lambda: merge([value for value, _ in outcomes]))
-                failures = [(0, *error)] if error else []
-            outcomes = [[None, failures]] * self._size if failures else [[part, []] for part in parts]
-        part, failures = self.scatter(tag, outcomes)
+        with self.failing_together():
+            outcomes = self.gather(tag, _outcome(map_rank))
+            if self._is_first:
+                failures = [(rank, *error) for rank, (_, error) in enumerate(outcomes) if error]
+                if not failures:
+                    parts, error = _outcome(lambda: merge([value for value, _ in outcomes]))
+                    failures = [(0, *error)] if error else []
+                outcomes = [[None, failures]] * self._size if failures else [[part, []] for part in parts]
+            part, failures = self.scatter(tag, outcomes)
         if failures:
             raise FailedRanksError(failures)
         return part
@@ -117,7 +137,7 @@ class RankTree:
             select: function that returns the values for a member, from the values of this rank, and the ranks below the
                 member as a slice.
         """
-        with self._breaks_on_error():
+        with self.failing_together():
             for comm, width in reversed(self._levels):
                 if comm.rank:
                     values = self._receive(comm, 0, tag)
@@ -128,13 +148,52 @@ class RankTree:
         return values
 
     @contextmanager
-    def _breaks_on_error(self) -> Iterator[None]:
-        """Context manager that marks the tree as broken if an exchange is not completed for any reason."""
+    def failing_together(self) -> Iterator[None]:
+        """Context manager for exchanges. If the body ends early on this rank, exchanges fail on all ranks.
+
+        Raises:
+            RankLostError: an exchange has failed, here or on another rank. The message names the rank where it began.
+        """
+        if self.failure:
+            raise self._error()
         try:
             yield
-        except BaseException:
-            self.is_broken = True
+        except (FailedRanksError, CheckpointError):  # raised on all ranks
             raise
+        except BaseException as error:
+            self.fail(error)
+            if isinstance(error, RuntimeError):
+                raise self._error() from error
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the exchanges of all ranks, because of `error` on this rank. See [Note: Errors of a tree]."""
+        groups = [held for owner in list(self._owners) for held in owner.held]
+        reason = str(error)
+        if not reason.startswith("layerzero: "):
+            reason = f"rank {self._rank} failed with {type(error).__name__}: {reason}"
+        found = [reason]
+
+        def publish() -> None:
+            with suppress(RuntimeError):  # the process that served the store has ended
+                found[0] = next(filter(None, (held.find_reason() for held in groups)), reason)
+            for held in groups:
+                held.publish_reason(found[0])
+
+        with self._failing:
+            if self.failure:  # another thread was first
+                return
+            # A store on an unreachable machine never answers.
+            thread = threading.Thread(target=publish, name="layerzero publish reason", daemon=True)
+            with suppress(RuntimeError):  # the interpreter ends and starts no more threads
+                thread.start()
+                thread.join(_TO_ANSWER)
+            self.failure = found[0]
+            for held in groups:
+                held.close_connections()
+
+    def _error(self) -> RankLostError:
+        return RankLostError(f"{self.failure}. Read the last output of that rank")
 
     def _send(self, comm: Communicator, member: int, tag: int, values: list[Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)

@@ -204,18 +204,17 @@ def _write(writer: CheckpointWriter, tree: RankTree) -> None:
 def _write_on_all_ranks(writer: CheckpointWriter, tree: RankTree) -> None:
     first = writer.rank == 0
     try:
-        token, kept = tree.map_and_merge(SAVES, writer.plan, writer.merge_plans)
-        tree.map_and_merge(SAVES, lambda: writer.write(token, kept), writer.finish)
+        with tree.failing_together():
+            token, kept = tree.map_and_merge(SAVES, writer.plan, writer.merge_plans)
+            tree.map_and_merge(SAVES, lambda: writer.write(token, kept), writer.finish)
     except FailedRanksError as error:
         if first:
             writer.discard()
         if path_taken := [message for _, kind, message in error.failures if kind == PathTakenError.__name__]:
             raise FileExistsError(path_taken[0]) from None
         raise CheckpointError(f"{writer.path} could not be written: {error}") from None
-    except RuntimeError as error:  # a message failed; another rank may still be writing into the partial folder
-        raise RankLostError(
-            f"{writer.path} could not be written, because a rank has exited or is late: {error}"
-        ) from error
+    except RankLostError as error:  # another rank may still be writing into the partial folder
+        raise RankLostError(f"{writer.path} could not be written: {error}") from error
     if first:
         try:
             clear_leftovers(writer.path / MANIFEST)

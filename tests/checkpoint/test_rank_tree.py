@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.checkpoint import buddy_snapshots
 from layerzero.checkpoint.background import rank_tree
-from layerzero.checkpoint.rank_tree import FailedRanksError, _group_starts
+from layerzero.checkpoint.checkpoint_writer import CheckpointWriter
+from layerzero.checkpoint.rank_tree import FailedRanksError, RankTree, _group_starts
+from layerzero.comm import process_groups
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.counting_store import counted_store
+from tests.support.crashing import survivors
 from tests.support.models import different, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks
 
@@ -85,7 +97,7 @@ def test_an_error_on_any_rank_is_raised_on_all_and_the_next_call_works(rank: int
     endless = 10**5000 if rank == 3 else 0
     with pytest.raises(FailedRanksError, match="rank 3: ValueError"):
         tree.map_and_merge(1, lambda: endless, lambda values: values)
-    assert not tree.is_broken
+    assert not tree.failure
 
 
 @on_ranks(world_size=2)
@@ -95,9 +107,9 @@ def test_the_next_save_connects_again_after_an_exchange_that_any_error_has_inter
     if rank == 1:
         with pytest.raises(TypeError):
             tree.gather(1, object())  # stands for an error between two messages, such as KeyboardInterrupt
-        assert tree.is_broken
+        assert tree.failure
     else:
-        assert not tree.is_broken
+        assert not tree.failure
     again = rank_tree(get_state(model))
     assert again is not tree
     assert again.all_gather(2, rank) == [0, 1]
@@ -162,11 +174,187 @@ def test_connections_that_have_failed_are_replaced_for_saves_and_snapshots(rank:
     for turn, loser in enumerate((3, 0)):
         tree = rank_tree(get_state(model))
         if rank == loser:
-            tree.is_broken = True  # as after a message that failed on this rank only
+            tree.fail(OSError())  # as after a message that failed on this rank only
         buddies.snapshot(turn)
         checkpoint.save(tmp_path / f"step-{turn}", model, optimizer, turn)
         buddies.wait()
         assert rank_tree(get_state(model)) is not tree
         found = buddies.load()
         assert found is not None and found.extra == turn == checkpoint.load(tmp_path / f"step-{turn}", model, optimizer)
+    buddies.close()
+
+
+SOON = 10.0  # seconds on a busy machine; the timeout of transfers is an hour
+
+
+@contextmanager
+def _fails_at(owner: object, name: str, turn: int, fail: Callable[[], object]) -> Iterator[None]:
+    """Call `fail` instead of call number `turn` of a function."""
+    real, turns = getattr(owner, name), iter(range(turn + 1))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(turns, None) == turn:
+            fail()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt("by hand")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _failure_of(act: Callable[[], object]) -> str:
+    """Return the error of `act`, which must be raised soon."""
+    began, said = time.monotonic(), "nothing was raised"
+    try:
+        act()
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - began < SOON, said
+    return said
+
+
+# Groups of 9 ranks: (0, 1, 2, 3), (4, 5, 6, 7) and (0, 4, 8). Rank 4 sends two parts in two messages to rank 0.
+@pytest.mark.parametrize(
+    ("bad", "turn"),
+    [(5, 0), (4, 1), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(8, 1, marks=pytest.mark.slow)],
+)
+@on_ranks(world_size=9)
+def test_an_error_between_two_messages_is_raised_by_all_ranks_at_once(
+    rank: int, bad: int, turn: int, tmp_path: Path
+) -> None:
+    model, optimizer = sharded_net(3)
+    save: Callable[..., None] = partial(checkpoint.save, model=model, optimizer=optimizer)
+    save(tmp_path / "one")
+    with _fails_at(RankTree, "_send", turn if rank == bad else 1000, _interrupt):
+        said = _failure_of(lambda: save(tmp_path / "two"))
+    if rank == bad:
+        assert said == "KeyboardInterrupt: by hand"
+    else:
+        assert said.startswith(f"RankLostError: {tmp_path / 'two'} could not be written: rank {bad} failed with "), said
+    save(tmp_path / "three")
+    checkpoint.load(tmp_path / "three", model, optimizer)
+
+
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)])
+@on_ranks(world_size=9)
+def test_a_rank_that_cannot_connect_is_named_by_all_ranks_and_the_next_save_connects(
+    rank: int, bad: int, tmp_path: Path
+) -> None:
+    model, optimizer = sharded_net(3)
+    pending: list[Any] = []
+
+    def save(name: str) -> None:
+        pending[:] = [checkpoint.save_async(tmp_path / name, model, optimizer)]
+        pending[0].wait()
+
+    def fail() -> None:
+        raise OSError("Too many open files")
+
+    for turn in (0, 1) if bad != 5 else (0,):  # rank 5 belongs to one group
+        with _fails_at(process_groups, "create_group", turn if rank == bad else 1000, fail):
+            said = _failure_of(lambda: save("one"))
+        assert "OSError: Too many open files" in said, said
+        assert rank == bad or f"rank {bad} failed with OSError" in said, said
+        assert rank == bad or said.startswith("RankLostError: "), said
+    save("two")
+    checkpoint.load(tmp_path / "two", model, optimizer)
+
+
+def _saves_until_killed(folder: Path, where: str, rank: int) -> str:
+    """Return how soon and how a save of 9 ranks ends in which rank 5 is killed."""
+    owner, name, turn = {
+        "exchange": (RankTree, "_send", 1),
+        "address": (process_groups._AddressStore, "set", 0),
+        "connect": (process_groups._AddressStore, "wait", 0),
+    }[where]
+    model, optimizer = sharded_net(3)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        soon = mock.patch.object(process_groups, "_TO_CONNECT", timedelta(seconds=1))
+        with soon, _fails_at(owner, name, turn if rank == 5 else 1000, _kill):
+            checkpoint.save(folder / "one", model, optimizer)
+    except checkpoint.CheckpointError as error:
+        return f"{time.monotonic() - began} {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "seconds"), [("exchange", 5.0), ("address", 15.0), ("connect", 15.0)])
+def test_all_others_raise_an_error_soon_if_a_rank_is_killed(where: str, seconds: float, tmp_path: Path) -> None:
+    act = partial(_saves_until_killed, tmp_path, where)
+    for rank, said in survivors(tmp_path, act, world_size=9, victim=5, timeout=timedelta(seconds=60)).items():
+        took, _, message = said.partition(" ")
+        assert re.fullmatch(r"[\d.]+", took) and float(took) < seconds, (rank, said)
+        assert where != "exchange" or "rank 5 has died or has exited" in message, (rank, said)
+
+
+@on_ranks(world_size=2)
+def test_an_interrupt_ends_the_wait_for_another_rank(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded_net(1)
+    save = partial(checkpoint.save, model=model, optimizer=optimizer)
+    save(tmp_path / "one")
+    plan = CheckpointWriter.plan
+    ended = tmp_path / "ended"
+
+    def waits(writer: CheckpointWriter) -> object:
+        deadline = time.monotonic() + SOON + 2
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ended.exists(), "rank 0 still waits"
+        return plan(writer)
+
+    if rank == 0:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        said = _failure_of(lambda: save(tmp_path / "two"))
+        assert said.startswith("KeyboardInterrupt"), said
+        ended.touch()
+        signal.signal(signal.SIGINT, before)
+    else:
+        with mock.patch.object(CheckpointWriter, "plan", waits):
+            said = _failure_of(lambda: save(tmp_path / "two"))
+        assert "rank 0 failed with KeyboardInterrupt" in said, said
+    save(tmp_path / "three")
+
+
+@on_ranks(world_size=4)
+def test_snapshots_end_on_all_ranks_if_one_is_interrupted_or_cannot_connect(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    train(model, optimizer, rank, range(1))
+    place = tmp_path / f"node{rank // 2}"
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    create = partial(checkpoint.Buddies, model, optimizer, name="run", memory=place)
+    checkpoint.save(tmp_path / "one", model, optimizer)  # connects the tree
+    with _fails_at(process_groups, "create_group", 0 if rank == 1 else 1000, _interrupt):
+        said = _failure_of(create)
+    assert said.startswith("KeyboardInterrupt: by hand" if rank == 1 else "RankLostError: rank 1 failed with Keyb"), (
+        said
+    )
+    buddies = create()
+    buddies.snapshot(1)
+    buddies.wait()
+    with _fails_at(buddy_snapshots, "transfer", 0 if rank == 2 else 1000, _interrupt):
+        buddies.snapshot(2)
+        said = _failure_of(buddies.wait)
+    assert said.startswith("KeyboardInterrupt: by hand" if rank == 2 else "RankLostError: rank 2 failed with Keyb"), (
+        said
+    )
+    found = buddies.load()
+    assert found is not None and found.extra == 1
+    with _fails_at(checkpoint.Buddies, "_write", 0 if rank == 3 else 1000, _interrupt):
+        said = _failure_of(partial(buddies.snapshot, 3))
+    assert said.startswith("KeyboardInterrupt: by hand" if rank == 3 else "RankLostError: rank 3 failed with Keyb"), (
+        said
+    )
+    buddies.snapshot(3)
+    buddies.wait()
     buddies.close()

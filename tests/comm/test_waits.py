@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch import nn
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import saving
+from layerzero.checkpoint.background import rank_tree
 from layerzero.comm import process_groups, waits
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Collective, all_gather
@@ -42,6 +43,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, on_ranks, run_ranks, run_sharing
 
+_PLAN = saving.CheckpointWriter.plan
 ASK, TIMEOUT = 0.5, 20.0  # seconds until ranks ask each other, and until the groups give up
 
 
@@ -276,6 +278,54 @@ def test_a_slow_rank_is_waited_for_and_one_warning_says_where_it_is(how: str, sh
     source = "time.sleep(2)" if how == "sleeps" else "thread.join()"
     assert len(first) == 2 and not second, (first, second)
     assert all("Rank 1 has not joined: it is at test_waits.py:" in line and source in line for line in first), first
+
+
+def _is_slow_in_a_save(rank: int, folder: Path) -> list[str]:
+    """Let one rank write its file for a long time, in the main thread."""
+    model, optimizer = trained()
+    with _soon(warn=1.0), logged() as lines:
+        _slow_save(model, optimizer, folder, seconds=1.5 * rank).wait()
+        slow = mock.patch.object(saving.CheckpointWriter, "plan", partialmethod(_slow_plan, 1.5 * rank))
+        with slow:
+            checkpoint.save(folder / "step-3", model, optimizer)
+        return lines
+
+
+def _slow_plan(writer: Any, seconds: float) -> Any:
+    time.sleep(seconds)
+    return _PLAN(writer)
+
+
+def test_a_slow_rank_of_a_save_is_waited_for_and_named(tmp_path: Path) -> None:
+    first, second = run_ranks(_is_slow_in_a_save, tmp_path, world_size=2, pg_timeout=TIMEOUT)
+    assert len(first) == 2 and not second, (first, second)
+    assert all("s in transfer of 'values of a checkpoint'. Rank 1 has not joined" in line for line in first), first
+
+
+def _waits_in_a_thread(rank: int) -> tuple[str, str]:
+    """Have one batch fewer on rank 1, while a thread of rank 0 waits for a message of rank 1."""
+    with _soon():
+        model, _ = trained()
+        tree, said = rank_tree(get_state(model)), list[str]()
+
+        def exchange() -> None:
+            waits.may_wait()
+            said.append(message_of(partial(tree.all_gather, 7, None)))
+
+        thread = threading.Thread(target=exchange)
+        if rank == 0:
+            thread.start()
+        message = message_of(partial(_one_batch_fewer(_clip), model, None, Path()))
+        if rank == 0:
+            thread.join()
+        _meet()
+        return message, "".join(said)
+
+
+def test_a_wait_for_a_message_in_a_thread_ends_with_the_waits_of_its_rank() -> None:
+    (_, said), (message, _) = run_ranks(_waits_in_a_thread, world_size=2, pg_timeout=TIMEOUT, timeout=40)
+    assert message.startswith("WaitCycleError") and "rank 1 waits in norm of gradients for rank 0" in message, message
+    assert said.startswith("RankLostError: layerzero: ranks wait for each other"), said
 
 
 def _late_through_a_thread(rank: int, how: str, folder: Path) -> int:
