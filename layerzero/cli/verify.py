@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.cli.common import exit_with_error, import_callable, parse_dtype
-from layerzero.extend import ACCUMULATIONS
 from layerzero.verification import verify
 
 
@@ -31,6 +30,7 @@ def verify_model(
     optimizer: Annotated[
         str | None, typer.Option(help="MODULE:OPTIMIZER_FN, (parameters) -> optimizer. Default: SGD, momentum 0.9.")
     ] = None,
+    scheme: Annotated[str, typer.Option(help="layerzero, fsdp2, hsdp, ddp, or MODULE:SETUP_FN.")] = "layerzero",
     world_size: Annotated[
         int | None,
         typer.Option(help="Number of processes to start. Default: 4; under torchrun, its number of processes."),
@@ -38,8 +38,7 @@ def verify_model(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per step on each rank.")] = 2,
     zero3_size: Annotated[
-        list[int] | None,
-        typer.Option(help="zero3_size to try; may be repeated. Default: all divisors of the number of processes."),
+        list[int] | None, typer.Option(help="zero3_size to try; may be repeated. Default: all that the scheme allows.")
     ] = None,
     unit: Annotated[
         list[str] | None,
@@ -48,7 +47,7 @@ def verify_model(
             "OTHER_MODULE:CLASS; may be repeated. Default: the full model is one unit."
         ),
     ] = None,
-    accumulation: Annotated[str, typer.Option(help="sharded, full or local.")] = "sharded",
+    accumulation: Annotated[str | None, typer.Option(help="sharded, full or local. Default: sharded.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest relative difference allowed. Default: depends on the compute dtype.")
     ] = None,
@@ -57,18 +56,20 @@ def verify_model(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for all random numbers.")] = 0,
 ) -> None:
-    """Train a model for a few steps, unsharded and sharded, and compare gradients and weights.
+    """Train a model for a few steps, in one process and distributed, and compare gradients and weights.
 
     For each parameter, the table shows the largest relative differences, the
-    zero3_size (S) and the steps in which they occurred, counted from 0, and the
-    lowest precision of the sharded run.
+    zero3_size (S), the steps, counted from 0, in which they occurred or first
+    exceeded the tolerance, and the lowest precision of the distributed run.
 
-    Exit status: 0 if all sharded runs match the unsharded run, 1 if one differs
-    or fails (for example, for a wrong --unit name), 2 for other usage errors.
+    SETUP_FN, (model) -> (model, optimizer), is your own code for FSDP2, DDP or
+    layerzero. --optimizer must then build the optimizer of the run in one process.
+
+    Exit status: 0 if all distributed runs match the run in one process, 1 if one
+    differs or fails (for example, for a wrong --unit name), 2 for other usage
+    errors.
     """
-    if accumulation not in ACCUMULATIONS:
-        exit_with_error(f"--accumulation must be one of {', '.join(ACCUMULATIONS)}, got {accumulation!r}")
-    settings: dict[str, Any] = {"accumulation": accumulation}
+    settings: dict[str, Any] = {} if accumulation is None else {"accumulation": accumulation}
     if param_dtype is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(parse_dtype("--param-dtype", param_dtype), torch.float32)
     model_fn = import_callable(model, "the model")
@@ -80,6 +81,7 @@ def verify_model(
         batch_fn,
         loss_fn=None if loss is None else import_callable(loss, "--loss"),
         optimizer_fn=None if optimizer is None else import_callable(optimizer, "--optimizer"),
+        scheme=import_callable(scheme, "--scheme") if ":" in scheme else scheme,
         world_size=world_size,
         zero3_sizes=zero3_size or None,
         steps=steps,

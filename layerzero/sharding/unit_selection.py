@@ -112,7 +112,7 @@ def partition(
     root = UnitDefinition("", mesh_of("", model), [model])
     ignored = _ignored_param_ids(model, ranks_in(root.mesh), ignored_params or (), ignored_modules or ())
     plans = {"": root}
-    for unit_name, module in _chosen_units(model, units, ignored):
+    for unit_name, module in chosen_units(model, units, ignored):
         if unit_name:
             if unit_name not in plans:
                 plans[unit_name] = UnitDefinition(unit_name, mesh_of(unit_name, module), [])
@@ -251,7 +251,7 @@ _ACCEPTED = (
 _Chosen = list[tuple[str, nn.Module]]  # (unit name, module whose forward gathers the unit), in module order
 
 
-def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
+def chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
     """Return (unit name, module) for each module whose forward gathers a unit. Unit names may repeat."""
     if units is None:
         return []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero.extend import table
+from layerzero.extend import format_first_names, table
 
 FLOOR = 1e-2
 _SHOWN = 20  # maximum number of rows in the text of a report
@@ -37,22 +37,24 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """Differences of one parameter (or floating-point buffer) between one sharded run and the unsharded run.
+    """Differences of one parameter (or floating-point buffer) between one distributed run and the unsharded run.
 
     Attributes:
-        zero3_size: `zero3_size` (S) of the sharded run.
-        precision: coarsest dtype of the sharded run, such as ``"float32"``.
+        zero3_size: number S of ranks over which the distributed run shards weights. None if the user's function
+            determines it.
+        precision: coarsest dtype of the distributed run, such as ``"float32"``.
         name: name of the parameter, as in ``named_parameters()``.
         gradient: largest relative difference of the parameter's gradient. The value is ``inf`` if only one run has a
-            gradient, or if the gradient of the sharded run is not finite.
-        gradient_step: index of the step in which the difference `gradient` occurred, counted from 0.
+            gradient, or if the gradient of the distributed run is not finite.
+        gradient_step: index of the step, counted from 0, in which the gradient first differed by more than the
+            tolerance. If it never did, index of the step in which the difference `gradient` occurred.
         weight: largest relative difference among trained values that differ by more than one ulp.
-        weight_step: index of the step after which the difference `weight` was found.
+        weight_step: as `gradient_step`, for the weight after the step.
         tolerance: largest accepted value of `gradient` and `weight`.
-        note: remark, such as ``"no gradient when sharded"``; usually empty.
+        note: remark, such as ``"no gradient in the distributed run"``; usually empty.
     """
 
-    zero3_size: int
+    zero3_size: int | None
     precision: str
     name: str
     gradient: float
@@ -77,9 +79,11 @@ class VerifyReport:
     """Result of :func:`layerzero.verify`. ``str(report)`` formats the rows as a table.
 
     Attributes:
-        rows: one row per parameter and sharded run, in decreasing order of the difference relative to its tolerance.
+        rows: one row per parameter and distributed run, in decreasing order of the difference relative to its
+            tolerance.
         world_size, steps, micro_batches: settings of the runs.
         notes: remarks about the unsharded run.
+        scheme: scheme of the distributed runs, or name of the user's function.
     """
 
     rows: tuple[ParameterDifference, ...]
@@ -87,10 +91,11 @@ class VerifyReport:
     steps: int
     micro_batches: int
     notes: tuple[str, ...] = ()
+    scheme: str = "layerzero"
 
     @property
     def ok(self) -> bool:
-        """True if every parameter is within its tolerance in every sharded run."""
+        """True if every parameter is within its tolerance in every distributed run."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -100,10 +105,11 @@ class VerifyReport:
 
     def __str__(self) -> str:
         different = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
-        sizes = ", ".join(str(size) for size in sorted({row.zero3_size for row in self.rows}))
+        tried = sorted({row.zero3_size for row in self.rows if row.zero3_size is not None})
+        sizes = f"zero3_size {', '.join(map(str, tried))}; " if tried else ""
         names = len({row.name for row in self.rows})
         lines = [
-            f"unsharded and sharded training: {self.world_size} ranks; zero3_size {sizes}; {self.steps} steps of "
+            f"one process and {self.scheme}: {self.world_size} ranks; {sizes}{self.steps} steps of "
             f"{self.micro_batches} micro-batches",
             "",
             _table(self.rows[:_SHOWN]),
@@ -111,25 +117,37 @@ class VerifyReport:
         if len(self.rows) > _SHOWN:
             lines.append(f"and {len(self.rows) - _SHOWN} more rows with smaller differences")
         lines += ["", *(f"note: {note}" for note in self.notes)]
-        if different and all(row.gradient <= row.tolerance for row in self.rows):
-            lines.append(
-                "note: all gradients agree. Either the sharded update of the optimizer is wrong, or the optimizer "
-                "turns rounding errors of gradients into large steps, like Adam. Try SGD"
-            )
         if different:
+            lines.append(f"first difference: {self._first_difference()}")
             examples = ", ".join(different[:5]) + (", ..." if len(different) > 5 else "")
             lines.append(
-                f"DIFFERENT: {len(different)} of {names} parameters train differently when sharded: {examples}"
+                f"DIFFERENT: {len(different)} of {names} parameters train differently with {self.scheme}: {examples}"
             )
         else:
             lines.append(f"OK: all {names} parameters match within the tolerance")
         return "\n".join(lines)
 
+    def _first_difference(self) -> str:
+        """Describe the earliest differences beyond the tolerance."""
+        found = [(row.gradient_step, False, row.name) for row in self.rows if row.gradient > row.tolerance]
+        found += [(row.weight_step, True, row.name) for row in self.rows if row.weight > row.tolerance]
+        step, in_weight, _ = min(found)
+        names = format_first_names(sorted({name for *when, name in found if when == [step, in_weight]}))
+        if not in_weight:
+            return f"gradients in step {step}: {names}"
+        return (
+            f"weights after step {step}: {names}. All gradients agree until then. Either the update is wrong, for "
+            "example because the optimizer has parameters, aliases of .data or state from before sharding, or the "
+            "optimizer turns rounding errors of gradients into large steps, like Adam. Try SGD"
+        )
+
 
 class Comparison:
-    """Largest differences between one sharded run and the unsharded run, collected over all steps."""
+    """Largest differences between one distributed run and the unsharded run, collected over all steps."""
 
-    def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
+    def __init__(
+        self, start: Mapping[str, Tensor], *, zero3_size: int | None, precision: str, tolerance: float
+    ) -> None:
         self._start = start  # weights before the first step
         self._zero3_size = zero3_size
         self._precision = precision
@@ -144,8 +162,8 @@ class Comparison:
         largest_move = _largest_magnitude(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
             if name not in plain.weights or name not in ours.weights:
-                location = "when sharded" if name in plain.weights else "in the unsharded run"
-                self._record_if_worse(self._weight, name, math.inf, step, f"does not exist {location}")
+                run = "distributed" if name in plain.weights else "unsharded"
+                self._record_if_worse(self._weight, name, math.inf, step, f"does not exist in the {run} run")
                 continue
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
             weight, start = plain.weights[name], self._start[name]
@@ -153,13 +171,13 @@ class Comparison:
             distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
             self._record_if_worse(self._weight, name, _relative_distance(distance, scale), step)
 
-    def _compare_gradient(self, step: int, name: str, plain: StepRecord, sharded: StepRecord, floor: float) -> None:
-        plain_gradient, gradient = plain.gradients.get(name), sharded.gradients.get(name)
+    def _compare_gradient(self, step: int, name: str, plain: StepRecord, ours: StepRecord, floor: float) -> None:
+        plain_gradient, gradient = plain.gradients.get(name), ours.gradients.get(name)
         if plain_gradient is None and gradient is None:
             self._record_if_worse(self._gradient, name, 0.0, step)
         elif plain_gradient is None or gradient is None:
-            location = "when sharded" if gradient is None else "in the unsharded run"
-            self._record_if_worse(self._gradient, name, math.inf, step, f"no gradient {location}")
+            run = "distributed" if gradient is None else "unsharded"
+            self._record_if_worse(self._gradient, name, math.inf, step, f"no gradient in the {run} run")
         else:
             scale = max(_largest_magnitude([plain_gradient]), floor)
             self._record_if_worse(
@@ -169,8 +187,9 @@ class Comparison:
     def _record_if_worse(
         self, largest: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = ""
     ) -> None:
-        if name not in largest or value > largest[name][0]:
-            largest[name] = (value, step)
+        before, first_step = largest.get(name, (-1.0, step))
+        if value > before:
+            largest[name] = (value, first_step if before > self._tolerance else step)
             if note:
                 self._note[name] = note
 
@@ -241,7 +260,7 @@ def _table(rows: Sequence[ParameterDifference]) -> str:
     cells = [
         [
             row.name,
-            str(row.zero3_size),
+            "" if row.zero3_size is None else str(row.zero3_size),
             row.precision,
             f"{row.gradient:.1e}",
             str(row.gradient_step),

@@ -1,4 +1,4 @@
-"""Train a model for a few steps, plain and sharded, from the same initial weights and on the same batches.
+"""Train a model for a few steps, in one process and distributed, from the same initial weights on the same batches.
 
 [Note: Unsharded run]
 The unsharded run is data-parallel training in one process. It has one model per rank, which the user's function builds
@@ -23,16 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from layerzero import init_mesh, no_sync, shard_model, shard_optimizer
-from layerzero.extend import torch_compat
+from layerzero.extend import agreed, require_equal, strip_wrapper_names, torch_compat
 from layerzero.verification.comparison import StepRecord
-
-PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that refer to parts of one model
+from layerzero.verification.schemes import Scheme, accumulating, set_up
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Training that plain and sharded runs perform. The fields are arguments of :func:`layerzero.verify`."""
+    """Training that all runs perform. The fields are arguments of :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int], Any]
@@ -117,7 +115,9 @@ class PlainRun:
         self.dtypes: set[torch.dtype] = set()  # dtypes of the parameters
 
 
-def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> PlainRun:
+def train_plain(
+    task: TrainingTask, *, world_size: int, device: torch.device, rank: int, fp32_masters: bool
+) -> PlainRun:
     """Train without layerzero. See [Note: Unsharded run].
 
     Args:
@@ -126,23 +126,26 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         device: device of the models.
         rank: index of this rank. The buffers of its model are recorded together with the weights. Only rank 0 records
             each step.
+        fp32_masters: True if the optimizer updates trainable weights in at least fp32 precision, as layerzero's does.
+            False if it updates the parameters themselves.
     """
     _require_repeatable_batches(task)
     models = _models_of_ranks(task, world_size, device)
-    parameters = dict(models[0].named_parameters())
-    masters = {name: _create_master(parameter) for name, parameter in parameters.items()}
+    parameters = _named_parameters(models[0])
+    masters = {name: _create_master(p, fp32_masters=fp32_masters) for name, p in parameters.items()}
     optimizer = task.optimizer(masters.values())
     run = PlainRun()
     run.start = _weights(masters, models[rank])
     run.dtypes = {parameter.dtype for parameter in parameters.values()}
     for step in range(task.steps):
-        losses, gradient_sums = _sum_gradients(task, step, models, masters, device)
+        losses, gradient_sums = _sum_gradients(task, step, models, device)
         run.losses += losses
         if rank == 0:
             previous = run.records[-1].weights if run.records else run.start
             run.edited |= {name for name, p in parameters.items() if _has_changed(p, previous[name])}
         for name, master in masters.items():
-            master.grad = gradient_sums[name].div_(world_size) if name in gradient_sums else None
+            gradient = gradient_sums.get(name)
+            master.grad = None if gradient is None else gradient.div_(world_size).to(master.dtype)
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
                 master.data.copy_(parameters[name])  # plain training keeps changes that a forward pass made to weights
         gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
@@ -156,7 +159,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
 
 
 def _sum_gradients(
-    task: TrainingTask, step: int, models: Sequence[nn.Module], masters: Mapping[str, Tensor], device: torch.device
+    task: TrainingTask, step: int, models: Sequence[nn.Module], device: torch.device
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Run one step of the unsharded run without its update. Return the losses, and the sums of gradients by name."""
     losses: list[float] = []
@@ -164,7 +167,7 @@ def _sum_gradients(
     for virtual_rank, model in enumerate(models):
         for micro_batch in range(task.micro_batches):
             losses.append(task.forward_backward(model, step, micro_batch, virtual_rank, device))
-            _add_gradients(gradient_sums, model, masters)
+            _add_gradients(gradient_sums, model)
     if not all(map(math.isfinite, losses)):
         raise ValueError(
             f"the loss of the unsharded run is not finite in step {step}, so the runs cannot be compared. Check the "
@@ -173,34 +176,43 @@ def _sum_gradients(
     return losses, gradient_sums
 
 
-def train_sharded(
-    task: TrainingTask, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
+def train_distributed(
+    task: TrainingTask,
+    scheme: Scheme,
+    *,
+    zero3_size: int | None,
+    rank: int,
+    device_type: str,
+    settings: Mapping[str, Any],
 ) -> Iterator[StepRecord]:
-    """Train with layerzero on this rank's batches and yield a record of each step.
+    """Train with a scheme on this rank's batches and yield a record of each step.
 
     On ranks other than 0, the tensors in the records are empty. All ranks must exhaust the iterator together.
     """
-    mesh = init_mesh(zero3_size, device_type)
-    model = task.build_model()
-    per_model = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
-    model_settings = {name: value(model) if callable(value) else value for name, value in per_model.items()}
-    # Use collectives, which detect a wrong order, unless the user sets shared memory. Real runs may use devices.
-    model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **model_settings})
-    optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
+    ranks = range(dist.get_world_size())
+    kinds: dict[str, object] = {}
+    with agreed("verify, set-up of the model", kinds, ranks=ranks):
+        named = task.build_model()  # wrappers have other names of parameters
+        model, optimizer = set_up(
+            scheme, named, task.optimizer, zero3_size=zero3_size, device_type=device_type, settings=settings
+        )
+        kinds |= {name: type(parameter).__name__ for name, parameter in _named_parameters(named).items()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for step in range(task.steps):
         for micro_batch in range(task.micro_batches):
             last = micro_batch + 1 == task.micro_batches
-            with nullcontext() if last else no_sync(model):
+            with nullcontext() if last else accumulating(model):
                 task.forward_backward(model, step, micro_batch, rank, device)
-        _average_ignored(model)
-        gradients = {
-            name: None if p.grad is None else _full_on_rank_0(p.grad, rank) for name, p in model.named_parameters()
-        }
+        if scheme == "layerzero":
+            _average_ignored(named)
+        parameters = _named_parameters(named)
+        kinds = {name: type(parameter.grad).__name__ for name, parameter in parameters.items()}
+        require_equal(f"verify, gradients of step {step}", kinds, ranks=ranks)  # gathered below
+        gradients = {name: None if p.grad is None else _full_on_rank_0(p.grad, rank) for name, p in parameters.items()}
         optimizer.step()
         optimizer.zero_grad()
         yield StepRecord(
-            gradients, {name: _full_on_rank_0(tensor, rank) for name, tensor in _params_and_buffers(model)}
+            gradients, {name: _full_on_rank_0(tensor, rank) for name, tensor in _params_and_buffers(named)}
         )
 
 
@@ -237,18 +249,18 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
     return models
 
 
-def _create_master(parameter: nn.Parameter) -> nn.Parameter:
+def _create_master(parameter: nn.Parameter, *, fp32_masters: bool) -> nn.Parameter:
     """Return the parameter that the optimizer of the unsharded run updates.
 
-    As in a sharded run, a trainable master has at least fp32 precision. If the dtype does not change, the master shares
-    the storage of `parameter`.
+    If the dtype does not change, the master shares the storage of `parameter`.
     """
-    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
+    promotes = fp32_masters and parameter.requires_grad
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if promotes else parameter.dtype
     return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
 
 
-def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module, masters: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
+def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module) -> None:
+    for name, parameter in _named_parameters(model).items():
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             continue
@@ -256,7 +268,7 @@ def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module, masters: 
         if name in gradient_sums:
             gradient_sums[name].add_(gradient)
         else:
-            gradient_sums[name] = gradient.to(masters[name].dtype, copy=True)
+            gradient_sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
 
 
 def _has_changed(parameter: Tensor, previous: Tensor) -> bool:
@@ -264,13 +276,20 @@ def _has_changed(parameter: Tensor, previous: Tensor) -> bool:
     return not torch.equal(parameter.detach().cpu(), previous.to(parameter.dtype))
 
 
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, without the parts of the names that wrappers add."""
+    return {strip_wrapper_names(name): parameter for name, parameter in model.named_parameters()}
+
+
 def _params_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each parameter and each floating-point buffer.
 
     Integer buffers are omitted, because they are counters.
     """
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
+    yield from _named_parameters(model).items()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            yield strip_wrapper_names(name), buffer
 
 
 def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

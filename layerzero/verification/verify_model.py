@@ -1,4 +1,4 @@
-"""Compare the training of a model with and without layerzero: :func:`verify`."""
+"""Compare the training of a model in one process and distributed over ranks: :func:`verify`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero import Codecs, LayerZeroConfig, PrecisionPolicy, shard_model
@@ -25,14 +26,14 @@ from layerzero.extend import (
 )
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
 from layerzero.verification.local_processes import run_on_local_ranks
+from layerzero.verification.schemes import PER_MODEL, SCHEMES, Scheme, scheme_name
 from layerzero.verification.training_runs import (
-    PER_MODEL,
     PlainRun,
     TrainingTask,
     default_loss,
     preserved_rng,
+    train_distributed,
     train_plain,
-    train_sharded,
 )
 
 _REFUSED = {
@@ -49,9 +50,9 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Settings of one sharded run."""
+    """Settings of one distributed run."""
 
-    zero3_size: int
+    zero3_size: int | None  # None: the user's function determines it
     precision: str
     tolerance: float
     settings: Mapping[str, Any]
@@ -63,6 +64,7 @@ def verify(
     *,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    scheme: Scheme = "layerzero",
     world_size: int | None = None,
     zero3_sizes: Sequence[int] | None = None,
     steps: int = 3,
@@ -72,12 +74,12 @@ def verify(
     timeout: float = 300.0,
     **settings: Any,
 ) -> VerifyReport:
-    """Train a model for a few steps, plain and sharded, and compare the gradients and weights.
+    """Train a model for a few steps, in one process and distributed, and compare the gradients and weights.
 
-    The unsharded run is data-parallel training in one process, without collectives. The sharded runs call
-    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer`, as a training loop
-    does. All runs start from the same weights and draw the same random numbers for a given rank and micro-batch.
-    Therefore dropout and batch-norm in training mode can be compared.
+    The unsharded run is data-parallel training in one process, without collectives. The distributed runs train with
+    `scheme`. By default, they call :func:`layerzero.shard_model`, :func:`layerzero.shard_optimizer` and the model's
+    ``no_sync``, as a training loop does. All runs start from the same weights and draw the same random numbers for a
+    given rank and micro-batch. Therefore dropout and batch-norm in training mode can be compared.
 
     On a CPU, the ranks use collectives instead of shared memory, as on devices, unless you pass `shared_memory`.
     Therefore the run fails, at the latest after `timeout`, if `loss_fn` calls the model on only some ranks of a ZeRO-3
@@ -102,12 +104,19 @@ def verify(
         optimizer_fn: function ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD,
             lr=0.01)``. The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of
             gradients. It also takes full-size steps if gradients consist only of rounding errors.
+        scheme: ``"layerzero"``, ``"fsdp2"``, ``"hsdp"`` (FSDP2 with replicas), ``"ddp"``, or your own code: a function
+            ``model -> (model, optimizer)`` that is called on each rank. The function returns the model that it was
+            called with, or a wrapper around it. verify then finds mistakes such as an optimizer that was built before
+            ``fully_shard``. `optimizer_fn` must build the same kind of optimizer for the unsharded run. If the
+            function selects a low precision, pass a `tolerance`.
         world_size: number of processes to start. The default is 4. Under torchrun, it is the existing world size.
-        zero3_sizes: values of S to try. The default is every divisor of the world size. If `reshard_after_forward` is a
-            number, the default is 1 and every divisor that is a multiple of that number. If `reshard_after_forward` is
-            a callable that returns numbers, pass `zero3_sizes`.
+        zero3_sizes: values of S to try, with `scheme` layerzero or hsdp. The default is every divisor of the world
+            size, for hsdp without the world size itself. If `reshard_after_forward` is a number, the default is 1 and
+            every divisor that is a multiple of that number. If `reshard_after_forward` is a callable that returns
+            numbers, pass `zero3_sizes`.
         steps, micro_batches: number of optimizer steps, and number of batches per step and rank. All micro-batches of a
-            step except the last one run inside ``no_sync``.
+            step except the last one run inside ``no_sync``, or with ``set_requires_gradient_sync(False)``, if the
+            model has these methods.
         tolerance: largest accepted relative difference, both of a parameter's gradient and of the trained parameter. A
             gradient's difference is divided by the gradient's largest element. A trained parameter's difference is
             divided by the distance that the parameter moved. If a hundredth of the model's largest gradient or movement
@@ -118,16 +127,18 @@ def verify(
             half of them.
         seed: seed for all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
-        settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try several
+        settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... With fsdp2 and
+            hsdp, only `units` and a ``MixedPrecisionPolicy`` are supported, and with other schemes none. To try several
             accumulation modes, call verify for each. `ignored_params` and `ignored_modules` must be functions
             ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
             the training loop.
 
-    The unsharded run uses the precision in which the model is built. If `mp_policy` requests a lower precision, there
-    are two runs for each S. The first run omits the dtypes and uses the strict tolerance. It determines whether the
-    model can be sharded. The second run uses the policy and measures the effect of the lower precision. `tolerance`
-    applies only to runs with your policy. In bf16, a tolerance of 0.35 is enough to detect wrong scales, but not subtle
-    errors. Differences of 0.14 from fp32 have been observed in single layers.
+    The unsharded run uses the precision in which the model is built and, with layerzero, fp32 masters. If `mp_policy`
+    requests a lower precision, there are two runs for each S. The first run omits the dtypes and uses the strict
+    tolerance. It determines whether the model can be distributed. The second run uses the policy and measures the
+    effect of the lower precision. `tolerance` applies only to runs with your policy. In bf16, a tolerance of 0.35 is
+    enough to detect wrong scales, but not subtle errors. Differences of 0.14 from fp32 have been observed in single
+    layers.
 
     Returns:
         A :class:`VerifyReport`, the same on all ranks. It has ``report.ok`` and ``report.worst``, and ``str(report)``
@@ -146,37 +157,43 @@ def verify(
         assert report.ok
     """
     require_numpy("layerzero.verify")
-    check_arguments(steps=steps, micro_batches=micro_batches, tolerance=tolerance, timeout=timeout, settings=settings)
+    own_ranks = dist.is_initialized()
+    world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
+    _check_arguments(
+        {"steps": steps, "micro_batches": micro_batches, "world_size": world},
+        {"tolerance": tolerance, "timeout": timeout},
+        settings,
+    )
+    _check_scheme(scheme, settings, has_optimizer=optimizer_fn is not None)
     loss_fn = default_loss if loss_fn is None else loss_fn
     optimizer_fn = default_optimizer if optimizer_fn is None else optimizer_fn
     functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    own_ranks = dist.is_initialized()
-    world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
     if own_ranks and world != dist.get_world_size():
         raise ValueError(
             f"world_size={world_size}, but torch.distributed is initialized with {dist.get_world_size()} ranks. Leave "
             "world_size out"
         )
-    sizes = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
+    sizes = _sizes_to_verify(scheme, zero3_sizes, world, settings.get("reshard_after_forward", True))
     run_arguments = {"steps": steps, "micro_batches": micro_batches, "seed": seed, "zero3_sizes": sizes}
-    arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
+    arguments: dict[str, Any] = {**functions, **run_arguments, "scheme": scheme}
+    arguments |= {"tolerance": tolerance, "settings": settings}
     if own_ranks:
         return _verify(dist.get_rank(), arguments, device_type=default_device_type())
     report: VerifyReport = run_on_local_ranks(_verify, arguments, world_size=world, timeout=timeout)
     return report
 
 
-def check_arguments(
-    *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
+def _check_arguments(
+    counts: Mapping[str, int], limits: Mapping[str, float | None], settings: Mapping[str, Any]
 ) -> None:
     """Raise TypeError or ValueError if an argument of :func:`verify` is invalid regardless of `zero3_size`."""
-    for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    for name, limit in {"tolerance": tolerance, "timeout": timeout}.items():
+    for name, limit in limits.items():
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise ValueError(f"{name} must be a positive number, got {limit!r}")
     refuse_old_names(settings)
@@ -206,23 +223,48 @@ def _require_supported(name: str, value: Any) -> None:
         )
 
 
-def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise ValueError(f"world_size must be an int >= 1, got {world!r}")
-    kept = 1 if isinstance(reshards, (bool, str)) or callable(reshards) else reshards
+def _check_scheme(scheme: Scheme, settings: Mapping[str, Any], *, has_optimizer: bool) -> None:
+    if callable(scheme):
+        if not has_optimizer:
+            raise TypeError(
+                "scheme is a function that builds its own optimizer, so verify needs an optimizer for the unsharded "
+                "run. Pass optimizer_fn, a function (parameters) -> optimizer, or --optimizer on the command line"
+            )
+    elif scheme not in SCHEMES:
+        raise ValueError(f"scheme must be a function (model) -> (model, optimizer) or one of {SCHEMES}, got {scheme!r}")
+    if scheme == "layerzero":
+        return
+    supported = {"units", "mp_policy"} if scheme in ("fsdp2", "hsdp") else set[str]()
+    if odd := sorted(settings.keys() - supported):
+        raise TypeError(f"verify does not support {odd[0]} with {scheme_name(scheme)}. Leave it out")
+    policy = settings.get("mp_policy", MixedPrecisionPolicy())
+    if type(policy) is not MixedPrecisionPolicy:
+        raise TypeError(
+            f"verify does not support mp_policy={policy!r} with {scheme_name(scheme)}. Pass a "
+            "torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+
+
+def _sizes_to_verify(scheme: Scheme, zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int | None]:
+    if callable(scheme):
+        if zero3_sizes is not None:
+            raise TypeError("zero3_sizes has no effect if scheme is a function. Leave it out")
+        return [None]
+    kept = reshards if type(reshards) is int else 1  # not a bool
     possible = [size for size in range(1, world + 1) if world % size == 0 and (size == 1 or size % kept == 0)]
     if possible == [1] and kept > 1:
         raise ValueError(
             f"reshard_after_forward={kept} does not divide the {world} ranks of verify. Use a multiple of {kept} ranks"
         )
+    possible = {"fsdp2": [world], "hsdp": possible[:-1] or possible, "ddp": [1]}.get(scheme, possible)
     sizes = possible if zero3_sizes is None else list(zero3_sizes)
     if not sizes or not set(sizes) <= set(possible):
         multiple = f" and be 1 or a multiple of reshard_after_forward={kept}" * (kept > 1)
         raise ValueError(
-            f"zero3_sizes={sizes} is not possible: sizes must divide the {world} ranks{multiple}. "
+            f"zero3_sizes={sizes} is not possible with {scheme}: sizes must divide the {world} ranks{multiple}. "
             f"Use values from {possible}"
         )
-    return sizes
+    return [*sizes]
 
 
 def _verify(rank: int, arguments: Mapping[str, Any], *, device_type: str = "cpu") -> VerifyReport:
@@ -232,50 +274,52 @@ def _verify(rank: int, arguments: Mapping[str, Any], *, device_type: str = "cpu"
     """
     fields = dict(arguments)
     sizes, tolerance, settings = fields.pop("zero3_sizes"), fields.pop("tolerance"), fields.pop("settings")
+    scheme: Scheme = fields.pop("scheme")
     task = TrainingTask(**fields)
     world = dist.get_world_size()
     numbers = {"steps": task.steps, "micro_batches": task.micro_batches, "seed": task.seed}
-    require_equal("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
+    agreed_values = {**numbers, "scheme": scheme_name(scheme), "zero3_sizes": sizes, "tolerance": tolerance}
+    require_equal("verify", agreed_values, ranks=range(world))
     device = compute_device(device_type)
     with preserved_rng(device):
         with agreed("verify, unsharded run", {}, ranks=range(world)):
-            plain = train_plain(task, world_size=world, device=device, rank=rank)
+            plain = train_plain(task, world_size=world, device=device, rank=rank, fp32_masters=scheme == "layerzero")
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
         for trial in _create_trials(sizes, tolerance, settings, plain.dtypes):
-            rows += _run_trial(task, trial, plain, rank=rank, device_type=device_type)
+            rows += _run_trial(task, scheme, trial, plain, rank=rank, device_type=device_type)
     rows.sort(key=lambda row: (-row.relative_to_tolerance, row.name, row.zero3_size))
-    shared: list[Any] = [VerifyReport(tuple(rows), world, task.steps, task.micro_batches, notes)]
+    shared: list[Any] = [VerifyReport(tuple(rows), world, task.steps, task.micro_batches, notes, scheme_name(scheme))]
     dist.broadcast_object_list(shared, src=0)
     report: VerifyReport = shared[0]
     return report
 
 
 def _run_trial(
-    task: TrainingTask, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str
+    task: TrainingTask, scheme: Scheme, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
-    """Train the sharded model once. Return one row per parameter on rank 0, and an empty list on other ranks."""
+    """Train with `scheme` once. Return one row per parameter on rank 0, and an empty list on other ranks."""
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
-    records = train_sharded(
-        task, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings
+    records = train_distributed(
+        task, scheme, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings
     )
     try:
         for step, snapshot in enumerate(records):
             if rank == 0:
                 comparison.add(step, plain.records[step], snapshot)
     except Exception as error:
-        sharded_run = f"the sharded run with zero3_size={trial.zero3_size} in {trial.precision}"
-        subject = f"the unsharded run works, but {sharded_run} fails"
+        size = "" if trial.zero3_size is None else f" with zero3_size={trial.zero3_size}"
+        subject = f"the unsharded run works, but {scheme_name(scheme)}{size} in {trial.precision} fails"
         raise RuntimeError(f"{subject}: {type(error).__name__}: {error}") from error
     return comparison.rows()
 
 
 def _create_trials(
-    sizes: Sequence[int], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
+    sizes: Sequence[int | None], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
 ) -> list[_Trial]:
-    """Return the sharded runs for each of `sizes`.
+    """Return the distributed runs for each of `sizes`.
 
     If `settings` request a lower precision than the model has, there are two runs per size. The first run uses the
     model's precision.
@@ -286,8 +330,9 @@ def _create_trials(
     runs: list[tuple[torch.dtype, float, Mapping[str, Any]]]
     runs = [(lowest, tolerance or _default_tolerance(lowest), settings)]
     if _epsilon(lowest) > _epsilon(as_built):
-        exact = {"mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation), "codecs": None}
-        runs.insert(0, (as_built, _default_tolerance(as_built), {**settings, **exact}))
+        exact = {**settings, "mp_policy": PrecisionPolicy(fp32_accumulation=policy.fp32_accumulation)}
+        exact.pop("codecs", None)
+        runs.insert(0, (as_built, _default_tolerance(as_built), exact))
     names = {dtype: str(dtype).removeprefix("torch.") for dtype, *_ in runs}
     return [_Trial(size, names[dtype], largest, given) for size in sizes for dtype, largest, given in runs]
 

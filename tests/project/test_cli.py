@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = """
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 class Layer(nn.Linear):
     pass
@@ -37,6 +38,14 @@ class Wrong(Right):
     def forward(self, x):
         self.layers[2].weight.data.mul_(0.5)
         return super().forward(x)
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def list_before(model):
+    optimizer = sgd(model.parameters())
+    fully_shard(model)
+    return model, optimizer
 
 def squares(model, batch):
     return model(batch).square().mean()
@@ -82,6 +91,14 @@ def test_a_wrong_model_ends_with_1_and_names_the_weight(folder: Path) -> None:
     assert ran.stderr == ""
 
 
+def test_wrong_code_of_a_user_ends_with_1_and_names_the_step(folder: Path) -> None:
+    options = ["--loss", "mine:squares", "--world-size", "2", "--scheme", "mine:list_before", "--optimizer", "mine:sgd"]
+    ran = run(folder, "verify", "mine:Right", *options)
+    assert ran.returncode == 1, ran.stderr
+    assert "first difference: weights after step 0: 'layers.0.bias', 'layers.0.weight', 'layers.2.bias'" in ran.stdout
+    assert ran.stderr == ""
+
+
 def test_a_bad_target_ends_with_2_and_one_sentence(folder: Path) -> None:
     ran = run(folder, "verify", "nowhere.to_be:found")
     assert ran.returncode == 2
@@ -110,10 +127,15 @@ USAGE = {
         ["mine:Right", "--loss", "mine:x"],
         "--loss 'mine:x' cannot be imported: AttributeError: module 'mine' has no attribute 'x'",
     ),
-    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes=[3] is not possible: sizes must divide the 4 ranks"),
+    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes=[3] is not possible with layerzero: sizes must divide"),
     "accumulation": (
         ["mine:Right", "--accumulation", "some"],
-        "--accumulation must be one of sharded, full, local, got 'some'",
+        "accumulation='some'",
+    ),
+    "scheme": (["mine:Right", "--scheme", "zero"], "('layerzero', 'fsdp2', 'hsdp', 'ddp'), got 'zero'"),
+    "set-up": (
+        ["mine:Right", "--scheme", "mine:list_before"],
+        "Pass optimizer_fn, a function (parameters) -> optimizer",
     ),
     "dtype": (
         ["mine:Right", "--param-dtype", "int8"],

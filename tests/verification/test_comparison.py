@@ -43,7 +43,11 @@ def test_a_small_but_real_gradient_is_not_lost_below_the_models() -> None:
 
 @pytest.mark.parametrize(
     ("plain", "ours", "note"),
-    [(ONE, None, "no gradient when sharded"), (None, ONE, "no gradient in the unsharded run"), (None, None, "")],
+    [
+        (ONE, None, "no gradient in the distributed run"),
+        (None, ONE, "no gradient in the unsharded run"),
+        (None, None, ""),
+    ],
 )
 def test_a_gradient_that_only_one_run_has_is_a_difference(plain: Tensor | None, ours: Tensor | None, note: str) -> None:
     row = row_of(snapshot(a=plain), snapshot(a=ours))
@@ -67,6 +71,15 @@ def test_a_weight_is_measured_by_how_far_it_moved() -> None:
 def test_rounding_of_a_large_weight_that_hardly_moved_is_no_difference() -> None:
     start = {"a": ONE + 1e-6, "b": ONE}
     assert row_of(snapshot(), snapshot(weight=ONE + 2.4e-7), start).ok
+
+
+def test_a_row_has_the_largest_difference_and_the_first_step_that_exceeds_the_tolerance() -> None:
+    comparison = Comparison(START, zero3_size=2, precision="float32", tolerance=1e-2)
+    for step, scale in enumerate([1.001, 1.1, 1.5, 1.2]):
+        comparison.add(step, snapshot(), snapshot(a=ONE * scale, weight=ONE * (1.0 if step < 2 else scale)))
+    row = next(row for row in comparison.rows() if row.name == "a")
+    assert (row.gradient, row.gradient_step) == (pytest.approx(0.5), 1)
+    assert (row.weight, row.weight_step) == (pytest.approx(0.5), 2)
 
 
 ULP = 2.0**-23  # of fp32 numbers from 1 to 2
@@ -112,7 +125,7 @@ def test_an_ulp_is_that_of_each_weight_in_its_own_dtype() -> None:
 def test_weights_that_differ_after_equal_gradients_are_explained() -> None:
     row = ParameterDifference(2, "float32", "a", 0.0, 0, 1.0, 0, tolerance=1e-3)
     report = VerifyReport((row,), world_size=4, steps=1, micro_batches=1)
-    assert "all gradients agree" in str(report)
+    assert "first difference: weights after step 0: 'a'. All gradients agree until then" in str(report)
     assert "Try SGD" in str(report)
 
 
@@ -124,11 +137,11 @@ def test_a_report_shows_the_worst_and_the_verdict() -> None:
     lines = str(report).splitlines()
     assert not report.ok
     assert report.worst == rows[0]
-    assert lines[0] == "unsharded and sharded training: 4 ranks; zero3_size 2; 1 steps of 1 micro-batches"
+    assert lines[0] == "one process and layerzero: 4 ranks; zero3_size 2; 1 steps of 1 micro-batches"
     assert lines[3].split() == ["layer.0", "2", "float32", "1.0e+01", "0", "0.0e+00", "0", "1.0e+00", "different"]
     assert "and 10 more rows with smaller differences" in lines
-    assert lines[-2] == "note: a note"
-    assert lines[-1] == (
-        "DIFFERENT: 9 of 30 parameters train differently when sharded: layer.0, layer.1, layer.2, layer.3, layer.4, ..."
-    )
+    assert lines[-3] == "note: a note"
+    assert lines[-2] == "first difference: gradients in step 0: 'layer.0', 'layer.1', 'layer.2' and 6 more"
+    names = "layer.0, layer.1, layer.2, layer.3, layer.4, ..."
+    assert lines[-1] == f"DIFFERENT: 9 of 30 parameters train differently with layerzero: {names}"
     assert VerifyReport((), world_size=1, steps=1, micro_batches=1).ok

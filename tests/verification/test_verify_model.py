@@ -253,7 +253,7 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
-        assert "the unsharded run works, but the sharded run with zero3_size=2 in float32 fails" in said, said
+        assert "the unsharded run works, but layerzero with zero3_size=2 in float32 fails" in said, said
         assert "rank 0 was in another operation: gather" in said or "gather of 'the root' failed on rank 0" in said, (
             said
         )
@@ -356,9 +356,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialized with 4 ranks"),
     "sizes": (
         {"zero3_sizes": [3]},
-        "zero3_sizes=[3] is not possible: sizes must divide the 4 ranks. Use values from [1, 2, 4]",
+        "zero3_sizes=[3] is not possible with layerzero: sizes must divide the 4 ranks. Use values from [1, 2, 4]",
     ),
-    "no sizes": ({"zero3_sizes": []}, "zero3_sizes=[] is not possible"),
+    "no sizes": ({"zero3_sizes": []}, "zero3_sizes=[] is not possible with layerzero"),
     "kept by 3": ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide the 4 ranks of verify"),
     "kept by 4": (
         {"reshard_after_forward": 4, "zero3_sizes": [2]},
@@ -394,7 +394,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
     "refused": (
         {"model_fn": Scaled},
-        "the unsharded run works, but the sharded run with zero3_size=1 in float32 fails",
+        "the unsharded run works, but layerzero with zero3_size=1 in float32 fails",
     ),
 }
 
