@@ -9,7 +9,7 @@ reduction_spec.py decides this and the exceptions ([Note: Dtype of full gradient
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class GradientReducer:
     ) -> None:
         self.backwards = 0
         self._backwards_at_use = 0  # number of backward passes when a step last used the gradients, or they were zeroed
-        self._are_zero = False  # True if all gradients of an optimizer were set to zero since the last backward pass
+        self._zeroed: set[ManagedParam] = set()  # parameters whose gradients were zeroed since the last backward pass
         self._enclosing = enclosing
         self.inner_handles: dict[Handle | None, list[Handle]] = {}
         self._status = GradientStatus.FINAL
@@ -142,7 +142,7 @@ class GradientReducer:
             reduces: True if the pass reduces gradients over all ranks; see :meth:`finish`.
         """
         self.backwards += 1
-        self._are_zero = False
+        self._zeroed.clear()
         self.apply_user_grads()
         with plain_access():
             for grad_attribute in self._grad_attributes:
@@ -203,9 +203,10 @@ class GradientReducer:
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
 
-    def record_use(self, *, are_zero: bool = False) -> None:
-        """Record that a step has used the gradients, or that they were dropped or set to zero."""
-        self._backwards_at_use, self._are_zero = self.backwards, are_zero
+    def record_use(self, zeroed: Iterable[ManagedParam] = ()) -> None:
+        """Record that a step has used the gradients, or that they were dropped, or set to zero for `zeroed`."""
+        self._backwards_at_use = self.backwards
+        self._zeroed.update(zeroed)
 
     @property
     def has_run_no_backward(self) -> bool:
@@ -216,7 +217,8 @@ class GradientReducer:
         """Return whether this rank has only zero gradients and no unreduced contribution, and there are other ranks."""
         self.apply_user_grads()
         is_final = self.model_ranks.size > 1 and self._status is GradientStatus.FINAL
-        return is_final and (self.empty or self._are_zero)
+        with plain_access():
+            return is_final and all(m.sharded.grad is None or m in self._zeroed for m in self._members)
 
     def join_backward(self) -> None:
         """Take part in a backward pass of other ranks, without gradients.

@@ -247,7 +247,7 @@ class ShardedOptimizer(StateDictMethods):
             if parameter.grad is not None:
                 plain(parameter.grad).zero_()
         self._lz_state.gradients.record_drop(self._params.managed)
-        self._lz_state.gradients.record_use(are_zero=True)
+        self._lz_state.gradients.record_use(zeroed=self._params.managed)
 
     @contextmanager
     def _use_masters_in_groups(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 import layerzero
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, prepare
-from tests.support.models import different, exact_sgd, full_gradients, integer_batch, integer_loss, integer_net, union
+from tests.support.models import (
+    IntegerNet,
+    different,
+    exact_sgd,
+    full_gradients,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
 from tests.support.ranks import BOTH, on_ranks, run_ranks
 
 
@@ -182,3 +191,24 @@ def test_what_counts_is_where_backward_runs(rank: int) -> None:
         reduced = layerzero.traffic(model).calls.get("hop2", 0) > 0
         assert reduced != backward_inside, f"forward inside {forward_inside}, backward inside {backward_inside}"
         assert_step(model, optimizer, expected, f"forward inside {forward_inside}, backward inside {backward_inside}")
+
+
+@on_ranks(pg_timeout=15)
+def test_a_rank_joins_the_backward_of_others_if_its_gradients_were_all_zeroed_or_dropped(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
+    first = [*model.first.parameters()]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("first")]
+    one, other = (layerzero.shard_optimizer(exact_sgd(parameters), model) for parameters in (first, rest))
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    one.zero_grad(set_to_none=False)
+    layerzero.traffic(model, reset=True)
+    layerzero.clip_grad_norm_(model, math.inf)
+    assert "hop2" not in layerzero.traffic(model).calls, "the other optimizer still has gradients"
+    other.zero_grad()
+    if rank:
+        integer_loss(model, integer_batch(step=1, rank=rank)).backward()
+    layerzero.clip_grad_norm_(model, math.inf)
+    plain = integer_net()
+    for each in range(1, WORLD):
+        (integer_loss(plain, integer_batch(step=1, rank=each)) / WORLD).backward()
+    assert not different(full_gradients(model), {name: p.grad for name, p in plain.named_parameters()})
