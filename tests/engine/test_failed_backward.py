@@ -189,3 +189,18 @@ def test_reading_grad_in_a_backward_does_not_end_it(rank: int) -> None:
     one_pass(model, rank, 0)
     assert seen == [None, None]
     assert not different(full_gradients(model), expected)
+
+
+@on_ranks(world_size=WORLD)
+def test_a_backward_that_fails_inside_unsharded_leaves_the_full_parameters_there(rank: int) -> None:
+    model = shard(blocks(2))
+    loss = loss_of(model(batch(rank, 0)))
+    with layerzero.unsharded(model):
+        with pytest.raises(RuntimeError, match="was replaced in the sharded model"):
+            loss.backward()
+        assert model.scale.shape == (6,) and not hasattr(model.scale, "full_tensor")
+        with torch.no_grad():
+            model(batch(rank, 1))
+    model.zero_grad()
+    one_pass(model, rank, 0)
+    assert len(full_gradients(model)) == 5
