@@ -88,6 +88,12 @@ def right(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters())
 
 
+def imported_from_layerzero(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    layerzero.fully_shard(model.first)
+    layerzero.fully_shard(model)
+    return model, layerzero.shard_optimizer(SGD(model.parameters()), model)
+
+
 def wrapped(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     model.second = checkpoint_wrapper(model.second)
     model = DistributedDataParallel(model)
@@ -104,7 +110,7 @@ def _verify_schemes(rank: int) -> dict[str, VerifyReport]:
     reports = {
         scheme: layerzero.verify(Net, make_batch, scheme=scheme, steps=2, **given) for scheme, given in settings.items()
     }
-    for scheme in (right, watched, wrapped):
+    for scheme in (right, watched, imported_from_layerzero, wrapped):
         reports[scheme.__name__] = layerzero.verify(Net, make_batch, scheme=scheme, optimizer_fn=SGD, steps=2)
     assert _syncs == [False, True] * 2
     reports["bfloat16"] = layerzero.verify(HalfNet, half_batch, scheme="ddp", steps=2)
@@ -127,6 +133,7 @@ def test_all_schemes_train_a_right_model_alike() -> None:
         "bfloat16": {(1, "bfloat16")},
         "right": {(None, "float32")},
         "watched": {(None, "float32")},
+        "imported_from_layerzero": {(None, "float32")},
         "wrapped": {(None, "float32")},
     }
     assert all(row.weight == 0.0 for row in reports["bfloat16"].rows), "masters are bf16, too"
