@@ -69,7 +69,7 @@ def parts() -> dict[str, Part]:
     memory = {
         f"memory, {model}, {scheme}": ["memory", "--model", model, "--scheme", scheme, "--micro-batches", count]
         for model, count in (("llama", "4"), ("7b", "2"))
-        for scheme in _NETWORK
+        for scheme in (*_NETWORK, *(["layerzero-apart"] * (model == "llama")))
     }
     return {
         "1 machine": Part("1", 40, 1, {"machine": ["machine"]}),

@@ -20,12 +20,20 @@ from examples.gpt import GPT, Block, GPTConfig, next_token_loss
 
 WORLD, NODE = 64, 8  # ranks and ranks per node of the process groups in one process
 # Layers, width and vocabulary. "llama" has four layers of the width of Llama-3 8B, with its vocabulary.
-SHAPES = {"small": (4, 1024, 256), "1.3b": (24, 2048, 256), "7b": (32, 4096, 256), "llama": (4, 4096, 128_256)}
+# "llama/64" has an eighth of the width, the vocabulary and the tokens.
+SHAPES = {
+    "small": (4, 1024, 256),
+    "llama/64": (4, 512, 16_032),
+    "1.3b": (24, 2048, 256),
+    "7b": (32, 4096, 256),
+    "llama": (4, 4096, 128_256),
+}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _SETTINGS: dict[str, dict[str, Any]] = {
     "layerzero": {},
     "layerzero-full": {"accumulation": "full"},
     "layerzero-local": {"accumulation": "local"},
+    "layerzero-apart": {},  # the embedding and the head are units of their own, unless they are tied
     "layerzero-offload-grads": {"offload": layerzero.Offload(grads=True)},
     "layerzero-offload-optimizer": {"offload": layerzero.Offload(optimizer=True)},
 }
@@ -92,7 +100,7 @@ def build(args: argparse.Namespace) -> GPT:
 
 
 def tokens(args: argparse.Namespace) -> int:
-    return 32 if args.tiny else 1024
+    return 32 if args.tiny else 128 if args.model == "llama/64" else 1024
 
 
 def batches(args: argparse.Namespace, count: int) -> list[Tensor]:
@@ -108,8 +116,9 @@ def contestant(args: argparse.Namespace, scheme: str, world: int, node: int) -> 
     """Return a model that is sharded with a scheme, and its step."""
     model: Any = build(args)
     if scheme in _SETTINGS:
-        settings = _SETTINGS[scheme]
-        model = layerzero.shard_model(model, zero3_size=node, units={Block}, mp_policy=BF16, **settings)
+        units = [name for name, module in model.named_modules() if isinstance(module, Block)]
+        units += ["embed", "head"] * (scheme == "layerzero-apart" and not model.config.tied_head)
+        model = layerzero.shard_model(model, zero3_size=node, units=units, mp_policy=BF16, **_SETTINGS[scheme])
         return model, stepper(model, layerzero.shard_optimizer(adamw(model), model), lambda: layerzero.no_sync(model))
     if scheme == "plain":
         model = model.to(torch.bfloat16)

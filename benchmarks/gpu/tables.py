@@ -19,6 +19,7 @@ _NAMES = {
     "layerzero": 'layerzero, `"sharded"`',
     "layerzero-full": 'layerzero, `"full"`',
     "layerzero-local": 'layerzero, `"local"`',
+    "layerzero-apart": 'layerzero, `"sharded"`, embedding and head as units',
     "layerzero-offload-grads": 'layerzero, `"sharded"`, offloaded gradients',
     "layerzero-offload-optimizer": 'layerzero, `"sharded"`, offloaded optimizer',
     "fsdp2-full": "FSDP2, full sharding",
