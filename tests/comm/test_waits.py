@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, partialmethod
 from pathlib import Path
@@ -26,7 +27,7 @@ from layerzero.checkpoint import saving
 from layerzero.checkpoint.background import rank_tree
 from layerzero.comm import process_groups, waits
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.collectives import Collective, all_gather
+from layerzero.comm.collectives import Collective, all_gather, receive, send
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, message_of, one_pass, train_step, trained
 from tests.support.late_device import on_device
@@ -300,6 +301,22 @@ def test_a_slow_rank_of_a_save_is_waited_for_and_named(tmp_path: Path) -> None:
     first, second = run_ranks(_is_slow_in_a_save, tmp_path, world_size=2, pg_timeout=TIMEOUT)
     assert len(first) == 2 and not second, (first, second)
     assert all("s in transfer of 'values of a checkpoint'. Rank 1 has not joined" in line for line in first), first
+
+
+@on_ranks(world_size=2)
+def test_a_rank_that_has_sent_a_message_is_not_absent_from_its_transfer(rank: int) -> None:
+    model, _ = trained()
+    (comm,) = [level.comm for level in rank_tree(get_state(model))._levels]
+    number = torch.zeros(1)
+    work = receive(comm, number, 1, name="", tag=9) if rank == 0 else send(comm, number, 0, name="", tag=9)
+    work.wait()
+    dist.barrier()
+    if rank == 0:
+        (monitor,) = [each for each in waits._RUNNING if not each.ended.is_set()]
+        state, answer = work.launched.state(), monitor.ask([1])[1]
+        assert waits.has_joined(state, answer)
+        assert not waits.has_joined(replace(state, number=2), answer), "of the next message"
+    dist.barrier()
 
 
 def _waits_in_a_thread(rank: int) -> tuple[str, str]:
