@@ -12,7 +12,7 @@ An add-on imports from the core only public names of ``layerzero`` and the names
 - Codecs encode messages. Users pass them to ``shard_model(codecs=layerzero.Codecs(...))``.
 - :func:`build_unit` builds one unit with its final sharded parameters, and :func:`make_root` completes a model whose
   units are built. They share :class:`SharedResources`. With ``ModelGroups(deferred=True)``, units are built without
-  communication, and the ranks compare them before they create process groups.
+  communication, before their model is known, and :func:`move_unit` moves them to the groups of the model.
 - :func:`require_equal` compares values between ranks before an operation that depends on them. :func:`agreed` also runs
   the checks before the comparison, so that an error on one rank is an error on all ranks.
 
@@ -128,6 +128,7 @@ from layerzero.sharding.unit_selection import (
     refuse_shared_memory,
     refuse_unsupported,
 )
+from layerzero.sharding.unit_settings import tied_buffers
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
@@ -287,6 +288,7 @@ __all__ = [
     "sum64",
     "synchronize_current_stream",
     "table",
+    "tied_buffers",
     "timeout_of",
     "torch_compat",
     "waiting",

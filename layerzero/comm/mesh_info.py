@@ -103,10 +103,7 @@ class MeshInfo:
         return self.subgroup_comms[ranks]
 
     def connect(self) -> None:
-        """Connect the communicators that collectives of a step use. All ranks of the mesh must call this method.
-
-        If the groups of the model are deferred, they must be created first.
-        """
+        """Connect the communicators that collectives of a step use. All ranks of the mesh must call this method."""
         self._connect(self.zero3_gather_comm, self.zero3_reduce_comm, self.replica_comm, *self.subgroup_comms.values())
 
     def _connect(self, *comms: Communicator) -> None:
@@ -134,7 +131,7 @@ class MeshInfo:
     ) -> MeshInfo:
         """Create the communicators of a mesh, and return its mesh info. All ranks of the mesh must call this method.
 
-        If the groups are deferred, this method does not communicate.
+        If the groups are absent, this method does not communicate.
 
         Args:
             mesh: see :func:`as_data_parallel`.

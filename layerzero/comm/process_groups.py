@@ -258,8 +258,8 @@ class HeldGroup:
             self.require_open()
         if self._group is None:
             raise RuntimeError(
-                f"the process group of the ranks {list(self.ranks)} does not exist yet, because the root of its model "
-                "was not made. Call make_root first, on all ranks"
+                f"the process group of the ranks {list(self.ranks)} does not exist yet, because the model of this unit "
+                "is not complete. Call the model, or layerzero.shard_optimizer, on all ranks first"
             )
         return self._group
 

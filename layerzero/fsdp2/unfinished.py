@@ -48,6 +48,7 @@ from layerzero.extend import (
     qualified_name,
     replaced_param_error,
     require_equal,
+    tied_buffers,
 )
 
 _RESOURCES: weakref.WeakValueDictionary[object, SharedResources] = weakref.WeakValueDictionary()
@@ -55,7 +56,7 @@ _CHANGES = itertools.count()  # orders changes of settings
 
 
 class _GroupsOfMesh(ModelGroups):
-    """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have do not exist yet."""
+    """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have are absent."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(deferred=True)
@@ -276,7 +277,11 @@ def _complete(root: nn.Module) -> None:
         offload=first.settings.offload,
         sync_module_states=False,
     )
-    compared: dict[str, object] = {"units": [*labels.values()], **config.comparable_settings()}
+    compared: dict[str, object] = {
+        "units": [*labels.values()],
+        **config.comparable_settings(),
+        **tied_buffers(root),
+    }
     for unit, label in labels.items():
         compared |= {f"{name} ({label or 'root'})": value for name, value in unit.built.to_compare.items()}
         compared[f"reshard_after_forward ({label or 'root'})"] = unit.settings.reshards

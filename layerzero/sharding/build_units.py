@@ -62,7 +62,7 @@ class BuiltUnit(NamedTuple):
     Attributes:
         uninitialized: parameters and buffers that were on the meta device and have no values yet.
         was_on_meta: True if any parameter or buffer was on the meta device.
-        to_compare: properties that all ranks must compare before they connect, by name. Empty if they are connected.
+        to_compare: properties that all ranks must compare, by name, if their process groups are absent.
     """
 
     unit: Unit
@@ -225,7 +225,7 @@ def build_unit(
     plan, policy, config = planned.definition, planned.settings.policy, shared.config
     site = shared.sites[plan.mesh]
     to_compare: dict[str, object] = {}
-    if not shared.is_connected:
+    if shared.ranks.mesh_info.groups.deferred:
         to_compare = unit_to_compare(plan, planned.settings, config)
         to_compare |= _encoded_sizes_of(planned, config.codecs, site.mesh_info.grid)
     originals = list(plan.parameters)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from layerzero.comm.agreement import has_peers, require_equal
+from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import timeout_of
-from layerzero.comm.process_groups import group_count_fields
 from layerzero.comm.waits import monitor_waits
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.device.accelerator import device_module
@@ -28,7 +27,6 @@ from layerzero.sharding.meta_init import initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.shared_resources import SharedResources
-from layerzero.sharding.unit_settings import tied_buffers
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers
 
 _log = logging.getLogger("layerzero")
@@ -37,18 +35,17 @@ _log = logging.getLogger("layerzero")
 def make_root(model: nn.Module, built: Iterable[BuiltUnit], shared: SharedResources) -> LayerZeroState:
     """Create the state of a model from its units, register the hooks, and start the watchdog. Return the state.
 
-    If the process groups were deferred, the ranks first compare their units and settings, and connect. All ranks of
-    the model must call this function.
+    All ranks of the model must call this function, with the same units and settings.
 
     Args:
         built: all units of the model, in any order. One of them is the root, whose module is `model`.
         shared: resources with which the units were built.
 
     Raises:
-        ValueError: a unit is not in the model, or the model is not one of the units; or ranks disagree.
+        ValueError: a unit is not in the model, or the model is not one of the units.
     """
     built, config, ranks = list(built), shared.config, shared.ranks
-    units = _connect_units(model, built, shared)
+    units = _in_order(model, [each.unit for each in built])
     scratch = scratch_of(units, config)
     shared.pools.scratch.set_predicted(scratch.scratch, scratch.nbytes)
     connect_for_steps(units, ranks, shared.connection_cost)
@@ -65,27 +62,13 @@ def make_root(model: nn.Module, built: Iterable[BuiltUnit], shared: SharedResour
     return lz_state
 
 
-def _connect_units(model: nn.Module, built: Sequence[BuiltUnit], shared: SharedResources) -> list[Unit]:
-    """Return the units in the order of the model, the root first. Connect the ranks, if they are not connected yet."""
+def _in_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units in the order of the model, the root first."""
     position = {module: index for index, module in enumerate(model.modules())}  # the model itself is first
-    units, failure = [each.unit for each in built], None
     outside = [unit.name for unit in units if not position.keys() >= {*unit.modules}]
     if outside or not any(unit.modules == [model] for unit in units):
         problem = f"unit {outside[0]!r} is outside of the model" if outside else "the model is not one of the units"
-        failure = ValueError(f"make_root: {problem}. Build units of modules of the model, and one of the model itself")
-    if not shared.is_connected:
-        mesh_info, fields = shared.ranks.mesh_info, shared.config.comparable_settings()
-        fields |= {"zero3_size": mesh_info.zero3_size, "units": [unit.name for unit in units]}
-        fields["ranks add gradients themselves"] = mesh_info.zero3_reduce_comm.sums_locally
-        for each in built:
-            fields |= each.to_compare
-        fields |= tied_buffers(model)
-        comms = (mesh_info.zero3_gather_comm, mesh_info.replica_comm)
-        groups = group_count_fields(*(comm.held_group.ranks for comm in comms), shared.ranks.ranks)
-        require_equal("make_root", fields, ranks=shared.ranks.ranks, groups=groups, failure=failure)
-        shared.connect()
-    if failure is not None:
-        raise failure
+        raise ValueError(f"make_root: {problem}. Build units of modules of the model, and one of the model itself")
     return sorted(units, key=lambda unit: position[unit.modules[0]])
 
 

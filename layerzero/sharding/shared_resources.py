@@ -48,23 +48,14 @@ class SharedResources:
     ) -> SharedResources:
         """Create the communicators of a model, and transports over process groups. All of its ranks must call this.
 
-        If the groups are deferred, this method does not communicate, and :func:`make_root` connects the ranks.
+        If the groups are absent, this method does not communicate. Several meshes, model-parallel axes and encoded
+        refreshes need groups.
 
         Args:
             meshes: the model-parallel mesh, or None, by mesh of units. The root's mesh is the first key.
             groups: owner of the process groups.
             sums_locally: see :meth:`MeshInfo.from_mesh`.
-
-        Raises:
-            ValueError: the groups are deferred, and the meshes or settings need them before the units are built.
         """
-        has_axes = len(meshes) > 1 or [*meshes.values()] != [None]
-        if groups.deferred and (has_axes or config.sync_module_states or config.codecs.refresh is not None):
-            raise ValueError(
-                "process groups are deferred until the root is made, but ranks must communicate before that with "
-                "several meshes, model-parallel axes, sync_module_states=True or Codecs.refresh. Use one mesh, "
-                "sync_module_states=False and no codec for refreshes, or do not defer the groups"
-            )
         device = compute_device(next(iter(meshes)).device_type)
         pools, cost = _model_pools(device, config.offload), ConnectionCost(device)
 
@@ -74,24 +65,9 @@ class SharedResources:
 
         with cost.measured():
             ranks, sites = connect_meshes(meshes, groups, resources_of, sums_locally=sums_locally)
-        shared = cls(config, ranks, pools, sites, cost)
-        if not groups.deferred:
-            shared.connect()
-        return shared
-
-    @property
-    def is_connected(self) -> bool:
-        return not self.ranks.mesh_info.groups.deferred
-
-    def connect(self) -> None:
-        """Create the process groups that were deferred, and connect the ranks. All ranks must call this method."""
-        if not self.is_connected:
-            with self.connection_cost.measured():
-                self.ranks.mesh_info.groups.create_deferred()
-                for site in self.sites.values():
-                    site.mesh_info.connect()
-        if not self.ranks.mesh_info.zero3_reduce_comm.held_group.is_local:
-            drop_released_groups(self.ranks.all_gather_text, self.ranks.ranks)
+        if not (groups.deferred or ranks.mesh_info.zero3_reduce_comm.held_group.is_local):
+            drop_released_groups(ranks.all_gather_text, ranks.ranks)
+        return cls(config, ranks, pools, sites, cost)
 
     def share_memory(self, handles: Sequence[HandleSpec]) -> SharedResources:
         """Return the resources for a model with these handles, whose ranks share memory if they can.

@@ -253,8 +253,15 @@ def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
         added(integer_batch()[0])
     for setting in ({"reshard_after_forward": rank == 0}, {"mp_policy": BF16 if rank else MixedPrecisionPolicy()}):
         uneven = shard_units(integer_net(), **setting)
+        before = {held.name for held in current_groups()}
         with pytest.raises(ValueError, match=f"ranks disagree.*{next(iter(setting))}"):
             uneven(integer_batch()[0])
+        assert {held.name for held in current_groups()} == before, "ranks did not connect"
+    tied = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    if rank == 1:
+        tied[1].running_mean = tied[0].running_mean
+    with pytest.raises(ValueError, match=r"ranks disagree.*names of the buffer '0\.running_mean'"):
+        fully_shard(tied)(torch.zeros(2, 4))
     alone = integer_net()
     fully_shard(alone.first)
     alone.first(integer_batch()[0])

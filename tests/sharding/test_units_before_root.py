@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import layerzero
-from layerzero.comm.process_groups import current_groups
 from layerzero.config import PrecisionPolicy
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
@@ -43,10 +42,10 @@ def define(name: str, module: nn.Module, mesh: DeviceMesh) -> UnitDefinition:
     return UnitDefinition(name, mesh, [module], parameters, modules={module: name})
 
 
-def builder(*, deferred: bool, size: int = 2, **settings: Any) -> tuple[SharedResources, Callable[..., Any]]:
+def builder(*, size: int = 2, **settings: Any) -> tuple[SharedResources, Callable[..., Any]]:
     """Return what units share, and a function that builds the unit of a module."""
     mesh, config = mesh_of(size), layerzero.LayerZeroConfig(**{"sync_module_states": False} | settings)
-    shared = SharedResources.create({mesh: None}, config, ModelGroups(deferred=deferred), sums_locally=False)
+    shared = SharedResources.create({mesh: None}, config, ModelGroups(), sums_locally=False)
 
     def build(name: str, module: nn.Module) -> Any:
         chosen = config.unit_settings(name, module, mesh.size(1), PrecisionPolicy())
@@ -55,18 +54,14 @@ def builder(*, deferred: bool, size: int = 2, **settings: Any) -> tuple[SharedRe
     return shared, build
 
 
-@pytest.mark.parametrize(
-    ("size", "reshards", "deferred"), [(2, False, True), (4, 2, True), (2, "step", True), (2, True, False)]
-)
+@pytest.mark.parametrize(("size", "reshards"), [(4, 2), (2, "step"), (2, True)])
 @on_ranks(world_size=4)
 def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(
-    rank: int, size: int, reshards: bool | int | str, deferred: bool
+    rank: int, size: int, reshards: bool | int | str
 ) -> None:
     """Build the units in another order than that of the model; `reshards` applies to one of them."""
-    shared, build = builder(
-        deferred=deferred, size=size, reshard_after_forward=lambda name, module: name != "first" or reshards
-    )
-    parts, built, before = integer_net(), [], current_groups()
+    shared, build = builder(size=size, reshard_after_forward=lambda name, module: name != "first" or reshards)
+    parts, built = integer_net(), []
     for name in ORDER:
         module = getattr(parts, name)
         built.append(build(name, module))
@@ -78,10 +73,6 @@ def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(
     for name in ORDER:
         setattr(model, name, getattr(parts, name))
     built.append(build("", model))
-    assert current_groups() == before and not shared.ranks.mesh_info.counters.totals().calls, "ranks do not communicate"
-    if deferred:
-        with pytest.raises(RuntimeError, match=r"process group of the ranks .* does not exist yet.*make_root first"):
-            listed[0].full_tensor()
     lz_state = make_root(model, built, shared)
     assert lz_state is get_state(model) and [unit.name for unit in lz_state.units] == ["", *IntegerNet.UNITS]
     assert all(ours is theirs for ours, theirs in zip(list(model.parameters())[1:], listed, strict=True))
@@ -106,44 +97,11 @@ def test_units_that_are_built_one_by_one_train_like_those_of_shard_model(
     layerzero.close(model)
 
 
-@on_ranks(world_size=4, pg_timeout=20)
-def test_ranks_that_disagree_raise_an_error_before_they_connect(rank: int) -> None:
-    mesh_of(2), mesh_of(4)  # all ranks make both meshes
-    for wrong, name in (
-        ({"accumulation": "full"}, "accumulation of unit 'first'"),
-        ({"prefetch": 3}, "prefetch"),
-        ({"size": 4}, "zero3_size"),
-    ):
-        shared, build = builder(deferred=True, **(wrong if rank == 1 else {}))
-        model, before = nn.Sequential(nn.Linear(5, 6)), current_groups()
-        built = [build("first", model[0]), build("", model)]
-        with pytest.raises(ValueError, match=f"make_root: ranks disagree.*{name}"):
-            make_root(model, built, shared)
-        assert current_groups() == before
-    shared, build = builder(deferred=True)
-    model = nn.Sequential(nn.Linear(5, 6, device="meta" if rank == 1 else None))
-    with pytest.raises(ValueError, match=r"ranks disagree on the operation.*make_root.*initialization of unit 'first'"):
-        make_root(model, [build("first", model[0]), build("", model)], shared)
-    shared, build = builder(deferred=True)
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    if rank == 1:
-        model[1].running_mean = model[0].running_mean
-    built = [build("0", model[0]), build("1", model[1]), build("", model)]
-    with pytest.raises(ValueError, match=r"make_root: ranks disagree.*names of the buffer '0\.running_mean'"):
-        make_root(model, built, shared)
-    for settings in ({"sync_module_states": True}, {"codecs": layerzero.Codecs(refresh="lossless")}):
-        with pytest.raises(ValueError, match=r"process groups are deferred.*Use one mesh"):
-            builder(deferred=True, **settings)
-
-
-@on_ranks(world_size=2, pg_timeout=20)
-def test_units_that_do_not_fit_the_model_of_one_rank_are_refused_on_all_ranks(rank: int) -> None:
-    messages = {"module": "unit 'first' is outside of the model", "root": "the model is not one of the units"}
-    for wrong, message in messages.items():
-        shared, build = builder(deferred=True)
-        model, other = nn.Sequential(nn.Linear(5, 6)), nn.Linear(5, 6)
-        built = [build("first", other if rank == 1 and wrong == "module" else model[0]), build("", model)]
-        if rank == 1 and wrong == "root":
-            del built[1]
-        with pytest.raises(ValueError if rank == 1 else RuntimeError, match=message):
-            make_root(model, built, shared)
+@on_ranks(world_size=2)
+def test_units_that_do_not_fit_the_model_are_refused(rank: int) -> None:
+    shared, build = builder()
+    model, other = nn.Sequential(nn.Linear(5, 6)), nn.Linear(5, 6)
+    with pytest.raises(ValueError, match="unit 'first' is outside of the model"):
+        make_root(model, [build("first", other), build("", model)], shared)
+    with pytest.raises(ValueError, match="the model is not one of the units"):
+        make_root(model, [build("first", model[0])], shared)
