@@ -107,6 +107,9 @@ class FSDPModule(fsdp.FSDPModule, nn.Module):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: a backward gathers every unit that it reaches."""
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers are always asynchronous."""
+
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Raise NotImplementedError; see docs/fsdp2.md for alternatives."""
         _refuse("set_custom_all_gather")
