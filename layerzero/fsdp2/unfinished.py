@@ -4,7 +4,7 @@
 A call of ``fully_shard`` knows neither the names in the model nor its root, and later calls may add units around it. It
 builds its unit with provisional names and resources, which refer to the groups of the mesh and create none. So nothing
 is sent, except by the user's own ``full_tensor()``. The ranks may differ in what else they do, for example if one of
-them prints the model. :meth:`UnfinishedUnit.complete` runs when a forward, or a function of layerzero, needs the model:
+them prints the model. :func:`_complete` runs when a forward, or a function of layerzero, needs the model:
 it names the units, compares them between ranks, creates the groups, and moves the units to the resources of the model.
 """
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -264,39 +265,24 @@ def _complete(root: nn.Module) -> None:
     """
     drop_idle_groups()
     names = {module: name for name, module in root.named_modules()}
-    units = dict.fromkeys(unit for module in names if (unit := unfinished_unit_of(module)) is not None)
-    labels = {
-        unit: "+".join(names.get(each, "?") for each in sorted(unit.modules, key=[*names].index)) for unit in units
-    }
+    units = _named_units(names)
     first = next(iter(units))
-    mesh, ranks = first.mesh, first.shared.ranks.ranks
-    policies = {label: unit.settings.policy for unit, label in labels.items()}
+    policies = {name: unit.settings.policy for unit, name in units.items()}
     config = LayerZeroConfig(
-        zero3_size=mesh.shape[-1],
+        zero3_size=first.mesh.shape[-1],
         mp_policy=lambda name, module: policies.get(name, PrecisionPolicy()),
         offload=first.settings.offload,
         sync_module_states=False,
     )
-    compared: dict[str, object] = {
-        "units": [*labels.values()],
-        **config.comparable_settings(),
-        **tied_buffers(root),
-    }
-    for unit, label in labels.items():
-        compared |= {f"{name} ({label or 'root'})": value for name, value in unit.built.to_compare.items()}
-        compared[f"reshard_after_forward ({label or 'root'})"] = unit.settings.reshards
-        compared[f"mp_policy ({label or 'root'})"] = str(unit.settings.policy)
-    members = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    failure = _failure(root, names, units)
-    require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
+    _compare(root, units, config, failure=_failure(root, names, units))
     groups = ModelGroups()
     try:
-        shared = SharedResources.create({mesh: None}, config, groups, sums_locally=False)
+        shared = SharedResources.create({first.mesh: None}, config, groups, sums_locally=False)
         shared = shared.share_memory([spec for unit in units for spec in unit.planned.handles])
-        built = [unit.move_to(labels[unit], names, shared) for unit in units]
+        built = [unit.move_to(name, names, shared) for unit, name in units.items()]
         if "" not in policies:  # a module without a call contains all units
-            definition = UnitDefinition("", mesh, [root])
-            settings = CallSettings.of(None, False, None).of_unit(root, mesh.shape[-1])
+            definition = UnitDefinition("", first.mesh, [root])
+            settings = CallSettings.of(None, False, None).of_unit(root, first.mesh.shape[-1])
             built.append(build_unit(plan_unit(definition, settings, shared), shared))
         for unit in units:
             unit.leave()
@@ -306,8 +292,34 @@ def _complete(root: nn.Module) -> None:
         raise
     if "" in policies and isinstance(first.settings.reshards, bool):
         module_methods.set_reshard_after_forward(root, first.settings.reshards, recurse=False)
-    for _, change in sorted(change for unit in units for change in unit.changes):
+    for _, change in sorted((change for unit in units for change in unit.changes), key=itemgetter(0)):
         change()
+
+
+def _named_units(names: Mapping[nn.Module, str]) -> dict[UnfinishedUnit, str]:
+    """Return the names of the units inside a model, the root's first. They may also have modules outside of it.
+
+    Args:
+        names: names of all modules of the model.
+    """
+    order = {module: position for position, module in enumerate(names)}
+    units = dict.fromkeys(unit for module in names if (unit := unfinished_unit_of(module)) is not None)
+    modules = {unit: sorted(unit.modules, key=lambda module: order.get(module, -1)) for unit in units}
+    return {unit: "+".join(names.get(module, "?") for module in own) for unit, own in modules.items()}
+
+
+def _compare(
+    root: nn.Module, units: Mapping[UnfinishedUnit, str], config: LayerZeroConfig, *, failure: Exception | None
+) -> None:
+    """Compare the units and settings of a model between its ranks. If a rank has a `failure`, all ranks raise."""
+    first = next(iter(units))
+    compared = {"units": [*units.values()]} | config.comparable_settings() | tied_buffers(root)
+    for unit, name in units.items():
+        own = {"reshard_after_forward": unit.settings.reshards, "mp_policy": str(unit.settings.policy)}
+        compared |= {f"{key} ({name or 'root'})": value for key, value in (own | unit.built.to_compare).items()}
+    ranks = first.shared.ranks.ranks
+    members = [dist.get_process_group_ranks(group) for group in first.mesh.get_all_groups()]
+    require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
 
 
 def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[UnfinishedUnit]) -> Exception | None:
@@ -326,17 +338,20 @@ def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[Unf
                 f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
                 "ones, or use layerzero.shard_model"
             )
-        for handle in each.built.unit.handles:
-            for member in handle.members:
-                if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
-                    return replaced_param_error(member)
-    if any(unit.modules == [root] for unit in units):
-        ignored = {id(parameter) for unit in units for parameter in unit.ignored}
-        for name, parameter in root.named_parameters():
-            is_added = not isinstance(parameter, RowShardedTensor) and id(parameter) not in ignored
-            if is_added and parameter.requires_grad:
-                return RuntimeError(
-                    f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient "
-                    "would not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
-                )
+        for member in each.built.unit.members():
+            if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
+                return replaced_param_error(member)
+    return _added_param_error(root, units) if first.modules == [root] else None
+
+
+def _added_param_error(root: nn.Module, units: Iterable[UnfinishedUnit]) -> Exception | None:
+    """Return the error for a trainable parameter that belongs to no unit and is not ignored, or None."""
+    ignored = {id(parameter) for unit in units for parameter in unit.ignored}
+    for name, parameter in root.named_parameters():
+        is_known = isinstance(parameter, RowShardedTensor) or id(parameter) in ignored
+        if parameter.requires_grad and not is_known:
+            return RuntimeError(
+                f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient would "
+                "not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
+            )
     return None

@@ -247,6 +247,10 @@ def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
     replaced.head.bias = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"parameter '.*bias' was replaced"):
         replaced(integer_batch()[0])
+    partly, other = integer_net(), nn.Linear(5, 6)
+    fully_shard([partly.first, other])
+    with pytest.raises(ValueError, match="a FSDPLinear of one unit is not inside the FSDPIntegerNet"):
+        fully_shard(partly)(integer_batch()[0])
     added = shard_units(integer_net())
     added.head.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match=r"'head\.scale' joined the model after its module was sharded"):
