@@ -129,7 +129,7 @@ from layerzero.sharding.unit_selection import (
     refuse_unsupported,
 )
 from layerzero.sharding.unit_settings import tied_buffers
-from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
+from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers, refuse_wrapped_parts
 from layerzero.utils import torch_compat
 from layerzero.utils.add_ons import addon
 from layerzero.utils.bit_sums import as_integers, digest, sum64
@@ -236,6 +236,8 @@ __all__ = [
     "get_state",
     "group_count_fields",
     "group_kind",
+    "guard_fully_shard",
+    "guard_wrappers",
     "has_peers",
     "host_memory",
     "is_unit",

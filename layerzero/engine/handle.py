@@ -197,7 +197,7 @@ class Handle:
             leaf = params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         shown = original if replaced is None else replaced.sharded  # the parameter that the user has
-        leaf.requires_grad_(shown.requires_grad)
+        leaf.requires_grad_(original.requires_grad)  # a later change of the user's has to be agreed
         if replaced is None:
             shown = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(shown, RowShardedTensor)

@@ -105,6 +105,8 @@ def prepare_state_dict(
         present = [name for name in tied if name in state_dict]
         if present and local_metadata.get("assign_to_params_buffers"):
             value = state_dict[present[-1]]
+            if not isinstance(value, Tensor) or value.shape != sharded_param.shape:
+                continue  # torch raises an error
             if value is not sharded_param and not value.is_meta:
                 with torch.no_grad():
                     sharded_param.copy_(value)
@@ -196,6 +198,8 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a part of one, got {type(module).__name__}")
+    while _finish_units(module):
+        pass
     holders = {
         id(held): lz_state
         for lz_state in _ALL_STATES
@@ -211,8 +215,6 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
         ids = set(inside)
         members += [m for m in lz_state.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
     if not members_by_state:
-        if _finish_units(module):
-            return managed_params_in(module)
         require_not_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (

@@ -118,9 +118,9 @@ class StructureCheck:
 def replaced_param_error(member: ManagedParam) -> RuntimeError:
     """Return the error for a managed parameter that was replaced in its module."""
     return RuntimeError(
-        f"parameter {member.name!r} was replaced in the sharded model, by an assignment, functional_call or a "
-        "parametrization. To change values, copy them into the parameter, or use layerzero.load_full_state_dict. "
-        "Replace parameters before shard_model"
+        f"parameter {member.name!r} was replaced in the sharded model, by an assignment, functional_call, a "
+        "parametrization or load_state_dict(assign=True) of a part. To change values, copy them into the parameter, or "
+        "use layerzero.load_full_state_dict. Replace parameters before shard_model"
     )
 
 

@@ -18,6 +18,8 @@ from layerzero.extend import (
     build_unit,
     current,
     default_device_type,
+    guard_fully_shard,
+    guard_wrappers,
     is_unit,
     plan_unit,
     ranks_in,
@@ -108,6 +110,8 @@ def fully_shard(
     UnfinishedUnit(modules, settings, shared, planned, built, inside, ignored_list)
     for each in modules:
         mix_in(each)
+    guard_wrappers()
+    guard_fully_shard(definition.modules)
     return module
 
 
@@ -145,23 +149,8 @@ def _define(
     """Return the definition of a unit with provisional names, and the units of earlier calls that are inside it."""
     own: dict[nn.Module, str] = {}
     inside: dict[UnfinishedUnit, None] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        unit = unfinished_unit_of(module)
-        if is_unit(module):
-            raise RuntimeError(
-                f"fully_shard: the {type(module).__name__} {name!r} inside is a complete model or a unit of one, for "
-                "example because it was called before. Call fully_shard for all units before the first forward"
-            )
-        if unit is not None:
-            inside[unit] = None
-        elif module not in own:
-            own[module] = name
-            for attribute, child in module.named_children():
-                visit(child, f"{name}.{attribute}" if name else attribute)
-
     for index, module in enumerate(modules):
-        visit(module, str(index) if len(modules) > 1 else "")
+        _visit(module, str(index) if len(modules) > 1 else "", own, inside)
     definition = UnitDefinition(type(modules[0]).__name__, mesh, modules, modules=own)
     uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in own:
@@ -176,6 +165,22 @@ def _define(
         refuse_unsupported(info, ranks_in(mesh))
         definition.parameters.append(info)
     return definition, [*inside]
+
+
+def _visit(module: nn.Module, name: str, own: dict[nn.Module, str], inside: dict[UnfinishedUnit, None]) -> None:
+    """Add `module` and the modules in it to `own`, except for units of earlier calls, which are added to `inside`."""
+    if is_unit(module):
+        raise RuntimeError(
+            f"fully_shard: the {type(module).__name__} {name!r} inside is a complete model or a unit of one, for "
+            "example because it was called before. Call fully_shard for all units before the first forward"
+        )
+    unit = unfinished_unit_of(module)
+    if unit is not None:
+        inside[unit] = None
+    elif module not in own:
+        own[module] = name
+        for attribute, child in module.named_children():
+            _visit(child, f"{name}.{attribute}" if name else attribute, own, inside)
 
 
 def _refuse_parameter(parameter: nn.Parameter, name: str) -> None:

@@ -182,8 +182,11 @@ class UnfinishedUnit:
         built = move_unit(self.built, self.renamed(name, names, next(iter(shared.sites))), shared)
         return built._replace(
             uninitialized=[
-                replace(each, name=qualified_name(names[each.owner], each.attribute)) for each in built.uninitialized
-            ]
+                replace(each, name=qualified_name(names[each.owner], each.attribute))
+                for each in built.uninitialized
+                if each.owner in names
+            ],
+            was_on_meta=True,  # perhaps on another rank
         )
 
     def renamed(self, name: str, names: dict[nn.Module, str], mesh: DeviceMesh) -> PlannedUnit:
@@ -195,7 +198,7 @@ class UnfinishedUnit:
             mesh,
             sorted(old.called, key=list(names).index),
             [ParamInfo(new_name[info.name], info.parameter, info.owners) for info in old.parameters],
-            modules={module: names[module] for module in old.modules},
+            modules={module: names[module] for module in old.modules if module in names},
         )
         handles = []
         for spec in self.planned.handles:
@@ -257,6 +260,7 @@ def _root_of(module: nn.Module, outermost: UnfinishedUnit) -> nn.Module:
     return outermost.modules[0]
 
 
+@torch.inference_mode(False)  # the first forward may be an evaluation
 def _complete(root: nn.Module) -> None:
     """Make `root` the root of the model of all units inside it. All ranks of the mesh must call this function.
 
@@ -292,8 +296,19 @@ def _complete(root: nn.Module) -> None:
         raise
     if "" in policies and isinstance(first.settings.reshards, bool):
         module_methods.set_reshard_after_forward(root, first.settings.reshards, recurse=False)
+    _apply_changes(units)
+
+
+def _apply_changes(units: Iterable[UnfinishedUnit]) -> None:
+    """Apply the changes of settings that were made before the model was complete. Raise the first error at the end."""
+    errors = []
     for _, change in sorted((change for unit in units for change in unit.changes), key=itemgetter(0)):
-        change()
+        try:
+            change()
+        except Exception as error:  # the other changes apply nevertheless
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _named_units(names: Mapping[nn.Module, str]) -> dict[UnfinishedUnit, str]:
@@ -337,6 +352,12 @@ def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[Unf
                 f"fully_shard was called with different meshes or offload policies inside {type(root).__name__}: "
                 f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
                 "ones, or use layerzero.shard_model"
+            )
+        owners = {owner for info in each.planned.definition.parameters for owner, _ in info.owners}
+        if removed := [type(owner).__name__ for owner in owners if owner not in names]:
+            return ValueError(
+                f"fully_shard: a {removed[0]} with parameters was removed from {type(root).__name__} after the call "
+                "that sharded it. Change the model before the calls"
             )
         for member in each.built.unit.members():
             if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):

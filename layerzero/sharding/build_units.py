@@ -226,7 +226,7 @@ def build_unit(
     site = shared.sites[plan.mesh]
     to_compare: dict[str, object] = {}
     if shared.ranks.mesh_info.groups.deferred:
-        to_compare = unit_to_compare(plan, planned.settings, config)
+        to_compare = unit_to_compare(plan, planned.settings, config, may_differ_on_meta=True)
         to_compare |= _encoded_sizes_of(planned, config.codecs, site.mesh_info.grid)
     originals = list(plan.parameters)
     extensions = _take_extensions(plan, policy)
@@ -369,9 +369,12 @@ def _handle_arguments(info: ParamInfo, site: UnitMesh) -> HandleArguments:
 
 
 def _materialize_on_all_ranks(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialize the parameters and buffers of a unit. If any rank fails, raise an error on all ranks of the model."""
+    """Materialize the parameters and buffers of a unit. If any rank fails, raise an error on all ranks of the model.
+
+    While process groups are deferred, ranks may differ in what is on meta, and do not communicate.
+    """
     device = site.mesh_info.device
-    if not any(has_meta(module) for module in plan.modules):
+    if site.mesh_info.groups.deferred or not any(has_meta(module) for module in plan.modules):
         _materialize(plan, device, param_init_fn)
         return
     with agreed(f"initialization of {plan.label}", {}, ranks=site.ranks.ranks):

@@ -54,8 +54,14 @@ def tied_buffers(model: nn.Module) -> dict[str, object]:
     return {f"names of the buffer {tied[0]!r}": tied for tied in names.values() if len(tied) > 1}
 
 
-def unit_to_compare(plan: UnitDefinition, chosen: UnitSettings, config: LayerZeroConfig) -> dict[str, object]:
-    """Return the settings and properties of a unit that must be the same on all ranks of the model, by name."""
+def unit_to_compare(
+    plan: UnitDefinition, chosen: UnitSettings, config: LayerZeroConfig, *, may_differ_on_meta: bool = False
+) -> dict[str, object]:
+    """Return the settings and properties of a unit that must be the same on all ranks of the model, by name.
+
+    Args:
+        may_differ_on_meta: True if only some ranks may have built the unit on meta.
+    """
     compared = config.comparable_settings_of_unit(chosen)
     fields: dict[str, object] = {f"{name} of {plan.label}": value for name, value in compared.items()}
     if len(plan.called) > 1:
@@ -63,7 +69,7 @@ def unit_to_compare(plan: UnitDefinition, chosen: UnitSettings, config: LayerZer
     for info in plan.parameters:
         parameter = info.parameter
         frozen = "" if parameter.requires_grad else " frozen"
-        on_meta = " on meta" if parameter.is_meta else ""
+        on_meta = " on meta" if parameter.is_meta and not may_differ_on_meta else ""
         sharding = (
             f" {parameter.placements} on {list(parameter.device_mesh.shape)}" if isinstance(parameter, DTensor) else ""
         )
@@ -71,7 +77,8 @@ def unit_to_compare(plan: UnitDefinition, chosen: UnitSettings, config: LayerZer
         text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in {plan.label}"
         fields[f"parameter {info.name!r}"] = text
     for _, _, name, buffer in plan.buffers():
-        fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
+        on_meta = " on meta" if buffer.is_meta and not may_differ_on_meta else ""
+        fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{on_meta}"
     return fields
 
 

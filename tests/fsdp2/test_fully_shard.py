@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
 from layerzero import FSDPModule, fully_shard
@@ -214,6 +218,68 @@ def test_models_whose_calls_and_forwards_alternate_are_separate(rank: int) -> No
     layerzero.close(nets[1])
     for net in (nets[0], both[0], both[1]):
         backward(net, rank)
+
+
+@on_ranks(world_size=2, pg_timeout=20)
+def test_only_rank_0_may_have_values(rank: int) -> None:
+    """The other ranks build the model on meta, and torch broadcasts the state."""
+    source = integer_net(seed=4)
+    with torch.device("meta" if rank else "cpu"):
+        model = IntegerNet()
+    shard_units(model).to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="no values were written to"):
+        model(integer_batch()[0])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {} if rank else source.state_dict(), options=options)
+    with torch.no_grad():
+        assert torch.equal(model(integer_batch()[0]), source(integer_batch()[0]))
+
+
+@on_ranks(world_size=2, pg_timeout=20)
+def test_changes_before_the_first_forward_are_noticed(rank: int) -> None:
+    frozen = shard_units(integer_net().bfloat16().requires_grad_(False)).requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen when it was sharded"):
+        backward(frozen, rank)
+    differs = shard_units(integer_net())
+    differs.head.requires_grad_(rank == 1)
+    with pytest.raises(ValueError, match="ranks disagree"):
+        backward(differs, rank)
+    model = shard_units(integer_net())
+    with torch.inference_mode():
+        assert torch.equal(model(integer_batch()[0]), integer_net()(integer_batch()[0]))
+    backward(model, rank)
+    for wrong in (torch.full((1,), 7.0), torch.tensor(7.0)):
+        with pytest.raises(RuntimeError, match="size mismatch for shift"):
+            model.load_state_dict({"shift": wrong}, assign=True, strict=False)
+    set_twice = shard_units(integer_net())
+    set_twice.first.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    set_twice.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="neither a model"):
+        set_twice(integer_batch()[0])
+    assert get_state(set_twice).scheduler.held_back["requires_gradient_sync"], "later changes apply nevertheless"
+    removed = fully_shard(integer_net())
+    removed.head = nn.Identity()
+    with pytest.raises(ValueError, match="a Linear with parameters was removed from FSDPIntegerNet"):
+        removed(integer_batch()[0])
+    several = nn.ModuleList([shard_units(integer_net()), shard_units(integer_net())])
+    several[0](integer_batch()[0])
+    with layerzero.unsharded(several):
+        assert not any(isinstance(parameter, RowShardedTensor) for parameter in several.parameters())
+    for wrap in (DistributedDataParallel, torch.distributed.fsdp.fully_shard):
+        with pytest.raises(ValueError, match="layerzero has sharded"):
+            wrap(shard_units(integer_net()))
+
+
+@on_ranks(world_size=2)
+def test_a_complete_model_is_freed_with_its_last_reference(rank: int) -> None:
+    gc.collect()
+    gc.disable()
+    model = shard_units(integer_net())
+    model(integer_batch()[0])
+    ref = weakref.ref(model)
+    del model
+    assert ref() is None
+    gc.enable()
 
 
 @on_ranks(world_size=2, pg_timeout=20)
