@@ -175,7 +175,7 @@ def _output_of(command: Sequence[str], environment: dict[str, str], deadline: fl
     """
     if time.monotonic() > deadline:
         return None, ""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
