@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed import fsdp
 
-from layerzero.extend import module_methods
+from layerzero.extend import module_methods, torch_compat
 from layerzero.fsdp2.unfinished import unfinished_unit_of
 
 
@@ -30,11 +30,8 @@ class FSDPModule(fsdp.FSDPModule, nn.Module):
         plain: Any = super(fsdp.FSDPModule, self)  # torch's would reset FSDP2's parameters
         return plain._apply(*args, **kwargs)
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise NotImplementedError(
-            f"a method of torch's FSDPModule needs the state of FSDP2, which this {type(self).__name__} does not have: "
-            "layerzero.fully_shard has sharded it. Leave the method out, or see docs/fsdp2.md"
-        )
+    def _get_fsdp_state(self) -> Any:
+        return _NoState()
 
     def unshard(self, async_op: bool = False) -> Any:
         """Gather the weights of the unit ahead of its next forward. With `async_op`, return a handle to wait for."""
@@ -150,6 +147,17 @@ def _refuse(method: str) -> NoReturn:
     )
 
 
+class _NoState:
+    """State of FSDP2 that torch finds for a module: each use raises NotImplementedError."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            "a method of torch's FSDPModule, or a pipeline schedule of torch, needs the state of FSDP2 for a module "
+            "that layerzero.fully_shard has sharded. Leave the method out (docs/fsdp2.md). Pipeline schedules support "
+            "models of layerzero.shard_model"
+        )
+
+
 @functools.cache
 def _mixed_class(kind: Any) -> Any:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
@@ -158,4 +166,6 @@ def _mixed_class(kind: Any) -> Any:
 def mix_in(module: nn.Module) -> None:
     """Make the class of a module derive from :class:`FSDPModule`, as torch's ``fully_shard`` does."""
     kind: Any = type(module)
+    function: Any = fsdp.fully_shard
+    vars(module).setdefault(torch_compat.STATE_KEY, {})[function.__wrapped__] = _NoState()
     module.__class__ = _mixed_class(kind)

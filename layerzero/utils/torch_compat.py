@@ -26,7 +26,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch._C._distributed_c10d import TCPStore, _unregister_process_group  # TCPStore: its wait blocks, others poll
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
-from torch.distributed._composable.contract import REGISTRY_KEY  # where fully_shard looks for an earlier one
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,  # where fully_shard looks for an earlier one
+    STATE_KEY,  # where fully_shard.state finds the state of FSDP2
+)
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # DTensor returns it before a wait
 from torch.distributed.distributed_c10d import Backend, Store, _get_default_timeout, _new_process_group_helper
 from torch.distributed.distributed_c10d import _get_default_store as default_store  # agreements before collectives
@@ -46,6 +49,7 @@ __all__ = [
     "REDISTRIBUTE_LOGGER",
     "REGISTRY_KEY",
     "SELECTIVE_CHECKPOINT_MODES",
+    "STATE_KEY",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "DisableTorchDispatch",
