@@ -118,6 +118,7 @@ from layerzero.sharding.make_root import make_root
 from layerzero.sharding.module_methods import set_gradient_divide_factor
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
+from layerzero.sharding.unit_meshes import find_model_parallel_meshes
 from layerzero.sharding.unit_selection import (
     ParamInfo,
     UnitDefinition,
@@ -231,6 +232,7 @@ __all__ = [
     "digest",
     "drop_idle_groups",
     "estimate_memory",
+    "find_model_parallel_meshes",
     "format_first_names",
     "forward_hooks",
     "get_state",

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -155,20 +156,54 @@ class ModelParallelAxes:
     @classmethod
     def of(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
         """Create the model-parallel axes. All ranks of the model must call this method for the same parameters."""
-        flat, names = mesh_info.flat_mesh, model_parallel_mesh.mesh_dim_names
         flat_mesh_texts = dict(
-            zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True)
+            zip(
+                model_ranks.ranks,
+                model_ranks.all_gather_text(json.dumps(mesh_info.flat_mesh.mesh.tolist())),
+                strict=True,
+            )
         )
-        table = torch.tensor(
-            [json.loads(flat_mesh_texts[rank]) for rank in model_parallel_mesh.mesh.flatten().tolist()]
-        )
+        table = [json.loads(flat_mesh_texts[rank]) for rank in model_parallel_mesh.mesh.flatten().tolist()]
+        return cls._over(mesh_info, model_parallel_mesh, table, _comms_along(model_parallel_mesh, mesh_info))
+
+    @classmethod
+    def derived(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh) -> ModelParallelAxes:
+        """Derive the axes, without communicators, from the mesh that contains all of them. Ranks do not communicate.
+
+        Raises:
+            ValueError: no mesh contains the data-parallel and the model-parallel axes.
+        """
+        whole, flat = model_parallel_mesh._get_root_mesh(), mesh_info.flat_mesh.mesh
+        coordinates = {whole.mesh[place].item(): list(place) for place in product(*map(range, whole.shape))}
+        if not coordinates.keys() >= {*flat.flatten().tolist()} or whole == model_parallel_mesh:
+            raise ValueError(
+                f"parameters are DTensors on a mesh of the ranks {model_parallel_mesh.mesh.tolist()}, and no mesh has "
+                "these ranks and the data-parallel ranks as axes. Take both from one mesh: init_device_mesh(..., "
+                "mesh_dim_names=('dp', 'tp'))['tp'], or use layerzero.shard_model"
+            )
+        axes = [(whole.mesh_dim_names or ()).index(name) for name in model_parallel_mesh.mesh_dim_names or ()]
+        table = []
+        for rank in model_parallel_mesh.mesh.flatten().tolist():
+            places = [list(coordinates[each]) for each in flat.flatten().tolist()]
+            for place in places:
+                for axis in axes:
+                    place[axis] = coordinates[rank][axis]
+            table.append([whole.mesh[tuple(place)].item() for place in places])
+        return cls._over(mesh_info, model_parallel_mesh, table, ())
+
+    @classmethod
+    def _over(
+        cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh, table: object, comms: tuple[Communicator, ...]
+    ) -> ModelParallelAxes:
+        """Return the axes for the ranks `table` of the flat meshes, one for each rank of `model_parallel_mesh`."""
+        flat, names = mesh_info.flat_mesh, model_parallel_mesh.mesh_dim_names
         global_mesh = DeviceMesh.from_group(
             [*model_parallel_mesh.get_all_groups(), *flat.get_all_groups()],
             mesh_info.mesh.device_type,
-            mesh=table.view(*model_parallel_mesh.mesh.shape, *flat.mesh.shape),
+            mesh=torch.tensor(table).view(*model_parallel_mesh.mesh.shape, *flat.mesh.shape),
             mesh_dim_names=(*(names or map(str, range(model_parallel_mesh.ndim))), *(flat.mesh_dim_names or ())),
         )
-        return cls(model_parallel_mesh, _comms_along(model_parallel_mesh, mesh_info), global_mesh)
+        return cls(model_parallel_mesh, comms, global_mesh)
 
 
 class DelayedRankMaximum:

@@ -15,7 +15,6 @@ from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import Precision
 from layerzero.device.streams import Waitable
 from layerzero.dtensor.gather_extension import GatheredBytes, GatherExtension
-from layerzero.dtensor.local_shard import LocalShard
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MasterState, MutationTracker
 from layerzero.dtensor.op_errors import FROZEN_DTYPE_MESSAGE
@@ -198,11 +197,12 @@ class Handle:
             accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         shown = original if replaced is None else replaced.sharded  # the parameter that the user has
         leaf.requires_grad_(original.requires_grad)  # a later change of the user's has to be agreed
+        rows = sharded(master, spec, self.tracker)
         if replaced is None:
-            shown = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
+            shown = nn.Parameter(rows, requires_grad=original.requires_grad)
         assert isinstance(shown, RowShardedTensor)
         copy_attributes_and_hooks(original, gathered=leaf, sharded=shown if replaced is None else leaf)
-        shown.gathered, shown._local_tensor = leaf, LocalShard(master, spec, self.tracker)
+        shown.gathered, shown._local_tensor, shown._spec = leaf, rows._local_tensor, rows._spec
         module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
         original_id = id(original) if replaced is None else replaced.original_id
         return ManagedParam(slot.name, module_refs, leaf, shown, master, spec, local, original_id, accumulate_grad)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from layerzero.extend import (
     ParamInfo,
@@ -18,6 +18,7 @@ from layerzero.extend import (
     build_unit,
     current,
     default_device_type,
+    find_model_parallel_meshes,
     guard_fully_shard,
     guard_wrappers,
     is_unit,
@@ -100,8 +101,8 @@ def fully_shard(
         _refuse_module(each)
         refuse_wrapped_parts(each, ignored)
     settings = CallSettings.of(mp_policy, reshard_after_forward, offload_policy)
-    shared = provisional_resources(mesh, settings.offload)
     definition, inside = _define(modules, mesh, ignored)
+    shared = provisional_resources(mesh, settings.offload, find_model_parallel_meshes([definition])[mesh])
     _refuse_placements(definition.parameters, shard_placement_fn)
     for each in modules:
         refuse_shared_memory(each, {id(info.parameter) for info in definition.parameters})
@@ -189,11 +190,6 @@ def _refuse_parameter(parameter: nn.Parameter, name: str) -> None:
             f"fully_shard: parameter {name!r} belongs to the unit of another call, as if weights are tied across "
             "units, or to a model that is complete. Pass the modules that share the parameter as one list: "
             "fully_shard([model.embedding, model.head])"
-        )
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"fully_shard: parameter {name!r} is a DTensor on {parameter.device_mesh}, as with tensor parallelism. "
-            "Use layerzero.shard_model, which supports model-parallel axes"
         )
 
 

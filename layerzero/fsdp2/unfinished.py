@@ -47,6 +47,7 @@ from layerzero.extend import (
     plan_unit,
     prepare_state_dict,
     qualified_name,
+    ranks_in,
     replaced_param_error,
     require_equal,
     tied_buffers,
@@ -112,13 +113,16 @@ class CallSettings:
         return config.unit_settings("", module, zero3_size, self.policy)
 
 
-def provisional_resources(mesh: DeviceMesh, offload: Offload) -> SharedResources:
+def provisional_resources(
+    mesh: DeviceMesh, offload: Offload, model_parallel_mesh: DeviceMesh | None
+) -> SharedResources:
     """Return the resources of units on `mesh` until their model is complete; see [Note: Units before their root]."""
-    key = (mesh, offload)
+    key = (mesh, offload, model_parallel_mesh)
     shared = _RESOURCES.get(key)
     if shared is None:
         config = LayerZeroConfig(offload=offload, shared_memory="off", sync_module_states=False)
-        shared = SharedResources.create({mesh: None}, config, _GroupsOfMesh(mesh), sums_locally=False)
+        meshes = {mesh: model_parallel_mesh}
+        shared = SharedResources.create(meshes, config, _GroupsOfMesh(mesh), sums_locally=False)
         _RESOURCES[key] = shared
     return shared
 
@@ -164,6 +168,12 @@ class UnfinishedUnit:
     def mesh(self) -> DeviceMesh:
         """Mesh of the call."""
         return next(iter(self.shared.sites))
+
+    @property
+    def model_parallel_mesh(self) -> DeviceMesh | None:
+        """Mesh of the parameters that were DTensors, or None."""
+        axes = self.shared.sites[self.mesh].model_parallel
+        return None if axes is None else axes.mesh
 
     @property
     def outermost(self) -> UnfinishedUnit:
@@ -281,7 +291,8 @@ def _complete(root: nn.Module) -> None:
     _compare(root, units, config, failure=_failure(root, names, units))
     groups = ModelGroups()
     try:
-        shared = SharedResources.create({first.mesh: None}, config, groups, sums_locally=False)
+        meshes = {first.mesh: _model_parallel_mesh(units)}
+        shared = SharedResources.create(meshes, config, groups, sums_locally=False)
         shared = shared.share_memory([spec for unit in units for spec in unit.planned.handles])
         built = [unit.move_to(name, names, shared) for unit, name in units.items()]
         if "" not in policies:  # a module without a call contains all units
@@ -332,26 +343,38 @@ def _compare(
     for unit, name in units.items():
         own = {"reshard_after_forward": unit.settings.reshards, "mp_policy": str(unit.settings.policy)}
         compared |= {f"{key} ({name or 'root'})": value for key, value in (own | unit.built.to_compare).items()}
+    axes = _model_parallel_mesh(units)
+    if axes is not None:
+        try:
+            require_equal("fully_shard", compared, ranks=sorted(ranks_in(axes)), failure=failure)
+        except (ValueError, RuntimeError) as error:  # the data-parallel ranks must raise, too
+            failure = error
+        compared["model-parallel coordinate"] = axes.get_coordinate()
     ranks = first.shared.ranks.ranks
     members = [dist.get_process_group_ranks(group) for group in first.mesh.get_all_groups()]
     require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
 
 
+def _model_parallel_mesh(units: Iterable[UnfinishedUnit]) -> DeviceMesh | None:
+    return next((unit.model_parallel_mesh for unit in units if unit.model_parallel_mesh is not None), None)
+
+
 def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[UnfinishedUnit]) -> Exception | None:
     """Return the error that this rank must raise, or None."""
-    first, *others = units
-    for each in (first, *others):
+    first, axes = next(iter(units)), _model_parallel_mesh(units)
+    for each in units:
         outside = [module for module in each.modules if module not in names]
         if outside:
             return ValueError(
                 f"fully_shard: a {type(outside[0]).__name__} of one unit is not inside the {type(root).__name__} that "
                 "was called first. Call the model that contains all modules of the unit first"
             )
-        if (each.settings.offload, each.mesh) != (first.settings.offload, first.mesh):
+        own = each.settings.offload, each.mesh, each.model_parallel_mesh or axes
+        if own != (first.settings.offload, first.mesh, axes):
             return ValueError(
                 f"fully_shard was called with different meshes or offload policies inside {type(root).__name__}: "
-                f"{each.mesh} and {each.settings.offload}, {first.mesh} and {first.settings.offload}. Pass the same "
-                "ones, or use layerzero.shard_model"
+                f"{own} and {(first.settings.offload, first.mesh, axes)}. Pass the same ones, or use "
+                "layerzero.shard_model"
             )
         owners = {owner for info in each.planned.definition.parameters for owner, _ in info.owners}
         if removed := [type(owner).__name__ for owner in owners if owner not in names]:

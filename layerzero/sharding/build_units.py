@@ -256,10 +256,11 @@ def move_unit(built: BuiltUnit, planned: PlannedUnit, shared: SharedResources) -
         planned: the plan from which the unit was built. Names and settings may have changed.
     """
     plan, handles = planned.definition, list(built.unit.handles)
+    site = shared.sites[plan.mesh]
     owners = {info.name: info.owners for info in plan.parameters}
     for index, (spec, previous) in enumerate(zip(planned.handles, handles, strict=True)):
-        originals: dict[str, HandleArguments] = {
-            slot.name: (member.gathered, owners[slot.name], member.spec.model_parallel)
+        originals = {
+            slot.name: _handle_arguments(ParamInfo(slot.name, member.gathered, owners[slot.name]), site)
             for slot, member in zip(spec.layout.slots, previous.members, strict=True)
         }
         handles[index] = _make_handle(planned, spec, originals, shared, previous=previous)

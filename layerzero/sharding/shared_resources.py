@@ -48,8 +48,8 @@ class SharedResources:
     ) -> SharedResources:
         """Create the communicators of a model, and transports over process groups. All of its ranks must call this.
 
-        If the groups are absent, this method does not communicate. Several meshes, model-parallel axes and encoded
-        refreshes need groups.
+        If the groups are absent, this method does not communicate. Several meshes and encoded refreshes need
+        groups.
 
         Args:
             meshes: the model-parallel mesh, or None, by mesh of units. The root's mesh is the first key.

@@ -215,7 +215,7 @@ def connect_meshes(
     """
     root, *others = model_parallel_meshes
     mesh_info = MeshInfo.from_mesh(root, groups=groups, sums_locally=sums_locally)
-    model_ranks = ModelRanks.connect(mesh_info, model_parallel_meshes[root])
+    model_ranks = ModelRanks.connect(mesh_info, None if groups.deferred else model_parallel_meshes[root])
     mesh_infos = {root: model_ranks.mesh_info}
     for mesh in others:
         _require_consistent_meshes(model_ranks, mesh, model_parallel_meshes[mesh])
@@ -224,7 +224,11 @@ def connect_meshes(
         )
     sites = {}
     for mesh, axes in model_parallel_meshes.items():
-        model_parallel = None if axes is None else ModelParallelAxes.of(mesh_infos[mesh], axes, model_ranks)
+        model_parallel = None
+        if axes is not None and groups.deferred:
+            model_parallel = ModelParallelAxes.derived(mesh_infos[mesh], axes)
+        elif axes is not None:
+            model_parallel = ModelParallelAxes.of(mesh_infos[mesh], axes, model_ranks)
         sites[mesh] = UnitMesh(model_ranks, resources_of(mesh_infos[mesh]), model_parallel, holds_copies=mesh == root)
     return model_ranks, sites
 
