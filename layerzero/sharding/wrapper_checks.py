@@ -51,8 +51,9 @@ def guard_wrappers() -> None:
 
 def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> None:
     if isinstance(module, _WRAPPERS) and wrapped is not None:
+        ignored = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ())
         for parameter_name, parameter in wrapped.named_parameters():
-            if isinstance(parameter, RowShardedTensor):
+            if isinstance(parameter, RowShardedTensor) and parameter_name not in ignored:
                 raise ValueError(
                     _sharded_twice_message(type(module).__name__, f"a model whose parameter {parameter_name!r}")
                 )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
@@ -269,6 +269,22 @@ def test_changes_before_the_first_forward_are_noticed(rank: int) -> None:
     for wrap in (DistributedDataParallel, torch_fully_shard):
         with pytest.raises((ValueError, AssertionError), match=r"layerzero has sharded|already been applied"):
             wrap(shard_units(integer_net()))
+
+
+@on_ranks(world_size=2)
+def test_ddp_around_a_model_may_ignore_its_parameters(rank: int) -> None:
+    model = nn.Sequential(shard_units(integer_net()), nn.Linear(3, 3, bias=False))
+    nn.init.eye_(model[1].weight)
+    ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, RowShardedTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    backward(DistributedDataParallel(model), rank)
+    alone = nn.Sequential(integer_net(), nn.Linear(3, 3, bias=False))
+    nn.init.eye_(alone[1].weight)
+    backward_alone(alone, world_size=2)
+    for name, parameter in alone.named_parameters():
+        gradient = model.get_parameter(name).grad
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        assert torch.equal(full, parameter.grad), name
 
 
 @on_ranks(world_size=2)
