@@ -200,7 +200,7 @@ class ModelParallelAxes:
         global_mesh = DeviceMesh.from_group(
             [*model_parallel_mesh.get_all_groups(), *flat.get_all_groups()],
             mesh_info.mesh.device_type,
-            mesh=torch.tensor(table).view(*model_parallel_mesh.mesh.shape, *flat.mesh.shape),
+            mesh=torch.tensor(table, device="cpu").view(*model_parallel_mesh.mesh.shape, *flat.mesh.shape),
             mesh_dim_names=(*(names or map(str, range(model_parallel_mesh.ndim))), *(flat.mesh_dim_names or ())),
         )
         return cls(model_parallel_mesh, comms, global_mesh)

@@ -117,8 +117,7 @@ def test_values_written_before_the_first_forward_are_used(rank: int) -> None:
     for policy in (MixedPrecisionPolicy(), BF16):
         source = integer_net(seed=3)
         with torch.device("meta"):
-            model = IntegerNet()
-        shard_units(model, mp_policy=policy)
+            model = shard_units(IntegerNet(), mp_policy=policy)
         model.to_empty(device="cpu")
         with pytest.raises(RuntimeError, match="no values were written to"):
             model(integer_batch()[0])

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from tests.dtensor.test_tensor_parallel import PLAN, net, parallel, train
+from tests.dtensor.test_tensor_parallel import PLAN, Net, net, parallel, train
 from tests.support.models import integer_batch
 from tests.support.ranks import on_ranks
 
@@ -42,6 +42,17 @@ def test_a_tensor_parallel_model_trains_as_one_process(rank: int, first: str) ->
     train(model, mesh["dp"])
     for name, parameter in model.named_parameters():
         assert parameter.device_mesh.ndim == 2 and parameter.shape == net().get_parameter(name).shape
+
+
+@on_ranks(world_size=4)
+def test_a_tensor_parallel_model_on_meta_is_sharded_and_loaded(rank: int) -> None:
+    mesh, source = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), net()
+    with torch.device("meta"):
+        model = sharded_by_calls(parallelize_module(Net(), mesh["tp"], PLAN), mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(integer_batch()[0]), source(integer_batch()[0]))
 
 
 @on_ranks(world_size=4, pg_timeout=20)
