@@ -42,8 +42,8 @@ class MeshInfo:
     """Mesh sizes, coordinates and communicators of this rank. Created by :meth:`from_mesh`."""
 
     mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
-    # The same ranks as ("zero3", "replica"), or the user's mesh if it has one axis: mesh order equals flat order, for
-    # DTensors.
+    # The same ranks as ("zero3", "replica"), or the mesh of `from_mesh` if that has one axis. Mesh order equals flat
+    # order, for DTensors.
     flat_mesh: DeviceMesh
     ranks: tuple[int, ...]  # global ranks, by r * S + s
     grid: ShardGrid  # coordinates of this rank

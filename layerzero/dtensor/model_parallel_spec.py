@@ -67,7 +67,7 @@ class ModelParallelSpec:
     placements: tuple[Placement, ...]  # on `mesh`
     shape: tuple[int, ...]  # global shape
     stride: tuple[int, ...]
-    global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then (zero3, replica)
+    global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then those of MeshInfo.flat_mesh
     is_dtensor: bool  # True if the module computes with a DTensor; False if it computes with a plain copy on each rank
     owner: tuple[int, int] | None = None  # (axis, the only coordinate on this axis that has elements); see `of_state`
 

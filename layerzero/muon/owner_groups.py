@@ -54,10 +54,11 @@ def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axi
         A dict from global rank to position: (rank in the ZeRO-3 group, coordinate on the axis).
     """
     grid = mesh_info.grid
-    table = model_parallel.global_mesh.mesh  # ranks, indexed by coordinates on the model-parallel axes, s, r
+    table = model_parallel.global_mesh.mesh  # ranks, indexed by coordinates on the model-parallel axes, s, perhaps r
     for mesh_axis in reversed(range(model_parallel.mesh.ndim)):
         if mesh_axis != axis:
             table = table.select(mesh_axis, model_parallel.coordinate_on(mesh_axis))
+    table = table.reshape(len(table), grid.zero3_size, grid.replicas)
     ranks_by_axis = table[..., grid.replica_rank].tolist()  # ranks, indexed by coordinate on the axis, s
     return {rank: (s, t) for t, zero3_ranks in enumerate(ranks_by_axis) for s, rank in enumerate(zero3_ranks)}
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.agreement import agreed
 from layerzero.comm.collectives import Communicator
-from layerzero.comm.mesh_info import MeshInfo, check_mesh, mesh_of_ranks
+from layerzero.comm.mesh_info import MeshInfo, as_data_parallel, check_mesh, mesh_of_ranks
 from layerzero.comm.model_ranks import ModelParallelAxes, ModelRanks, broadcast_over
 from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import default_device_type
@@ -220,7 +220,7 @@ def connect_meshes(
     for mesh in others:
         _require_consistent_meshes(model_ranks, mesh, model_parallel_meshes[mesh])
         mesh_infos[mesh] = model_ranks.with_model_ranks(
-            MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
+            MeshInfo.from_mesh(as_data_parallel(mesh), mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
         )
     sites = {}
     for mesh, axes in model_parallel_meshes.items():

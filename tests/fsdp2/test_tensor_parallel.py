@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.dtensor.test_tensor_parallel import PLAN, Net, net, parallel, train
-from tests.support.models import integer_batch
+from tests.support.models import different, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import on_ranks
 
 
@@ -42,6 +42,21 @@ def test_a_tensor_parallel_model_trains_as_one_process(rank: int, first: str) ->
     train(model, mesh["dp"])
     for name, parameter in model.named_parameters():
         assert parameter.device_mesh.ndim == 2 and parameter.shape == net().get_parameter(name).shape
+
+
+@on_ranks(world_size=4)
+def test_muon_updates_matrices_that_both_axes_cut(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    by_calls = sharded_by_calls(parallelize_module(net(), mesh["tp"], PLAN), mesh=mesh["dp"])
+    together = parallelize_module(net(), mesh["tp"], PLAN)
+    together = layerzero.shard_model(together, mesh=mesh["dp"], units=["Block", "head"])
+    for model in (by_calls, together):
+        matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+        optimizer = layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=0.5), model)
+        integer_loss(model, integer_batch(rank=mesh["dp"].get_local_rank())).backward()
+        optimizer.step()
+    assert not different(full_parameters(by_calls), full_parameters(together))
+    assert different(full_parameters(together), dict(net().named_parameters()))
 
 
 @on_ranks(world_size=4)
