@@ -62,7 +62,7 @@ def fully_shard(
             ranks. All units of a model must have the same mesh.
         reshard_after_forward: see :func:`layerzero.shard_model`. None means False for the root, and True otherwise.
         shard_placement_fn: accepted if it returns None or ``Shard(0)`` for each parameter.
-        mp_policy: dtypes of the unit. A :class:`layerzero.PrecisionPolicy` is also accepted.
+        mp_policy: dtypes of the unit. A :class:`layerzero.PrecisionPolicy` may set only the fields of torch's class.
         offload_policy: torch's ``CPUOffloadPolicy`` or :class:`layerzero.Offload`, equal in all calls of a model.
         ignored_params: parameters that are not sharded, and whose gradients are not reduced.
         dp_mesh_dims: not supported. Pass the data-parallel axes of the mesh: ``mesh["dp_replicate", "dp_shard"]``.
