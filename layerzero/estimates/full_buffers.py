@@ -23,6 +23,7 @@ class FullBufferEstimate(NamedTuple):
     """Predicted number of bytes that full buffers use on the device."""
 
     idle: int  # number of bytes that are cached between two steps
+    kept: int  # number of bytes that stay gathered between two steps
     peak: int  # maximum of the sum of allocated and cached bytes
 
 
@@ -41,9 +42,9 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
         stays = gathered[-1] if step and last_stays else None
         returned = _forward(gathered, prefetch if step else 0, stays)
         _backward(returned, prefetch)
-        for unit in gathered:  # the optimizer step
-            unit.free()
-    return FullBufferEstimate(pool.cached_bytes, pool.most_bytes)
+        for unit in gathered:
+            unit.free_at_step()
+    return FullBufferEstimate(pool.cached_bytes, sum(unit.nbytes for unit in gathered), pool.most_bytes)
 
 
 class _GatheredUnit:
@@ -85,6 +86,17 @@ class _GatheredUnit:
             for buffer in (*strided, full):
                 buffer.free()
 
+    def free_at_step(self) -> None:
+        """Free the buffers that the unit has kept, but not those of frozen parameters, which a step does not change."""
+        for (full, strided, *_), handle in zip(self._handles, self.spec.handles, strict=True):
+            for buffer in (*strided, full) if handle.trainable else ():
+                buffer.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are allocated for full buffers."""
+        return sum(buffer.nbytes for full, strided, *_ in self._handles for buffer in (full, *strided))
+
     def free_after_forward(self) -> None:
         for *_, kept in self._handles:
             kept.allocate()
@@ -104,8 +116,12 @@ class _Buffer:
         self._storage = torch.empty(0, device="meta").untyped_storage()
 
     @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    @property
     def allocated(self) -> bool:
-        return self._storage.nbytes() > 0
+        return self.nbytes > 0
 
     def allocate(self) -> None:
         if self._nbytes and not self.allocated:

@@ -68,8 +68,9 @@ def estimate_memory(
     kinds["accumulator"], kinds["host_accumulator"] = _accumulator_bytes(units, config)
     kinds["reduce_buffer"] = scratch
     full = simulate_full_buffers(units, config.prefetch)
-    kinds["cached_buffer"] = full.idle
-    return MemoryEstimate(dict(kinds), device_bytes(kinds) - full.idle + full.peak)
+    of_passes = device_bytes(kinds) + full.peak
+    kinds["cached_buffer"], kinds["full_buffer"] = full.idle, full.kept
+    return MemoryEstimate(dict(kinds), of_passes)
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
