@@ -131,7 +131,7 @@ class MeshInfo:
     ) -> MeshInfo:
         """Create the communicators of a mesh, and return its mesh info. All ranks of the mesh must call this method.
 
-        If the groups are absent, this method does not communicate.
+        If the groups are deferred, this method does not communicate.
 
         Args:
             mesh: see :func:`as_data_parallel`.

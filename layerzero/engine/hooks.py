@@ -118,14 +118,20 @@ def prepare_state_dict(
 class UnfinishedHook:
     """Forward pre-hook of a unit that was built before the root of its model; see ``layerzero.fully_shard``."""
 
+    def __init__(self) -> None:
+        _UNFINISHED.add(self)
+
     def finish(self, module: nn.Module) -> None:
         """Make the root of the model to which `module`, or the unit inside it, belongs. All ranks must call this."""
         raise NotImplementedError
 
 
+_UNFINISHED: weakref.WeakSet[UnfinishedHook] = weakref.WeakSet()
+
+
 def _finish_units(module: nn.Module) -> bool:
     """Complete the model of the first unfinished unit inside `module`. Return False if there is none."""
-    for each in module.modules():
+    for each in module.modules() if _UNFINISHED else ():  # training loops call this function in every micro-batch
         for hook in each._forward_pre_hooks.values():
             if isinstance(hook, UnfinishedHook):
                 hook.finish(module)

@@ -4,8 +4,8 @@
 A call of ``fully_shard`` knows neither the names in the model nor its root, and later calls may add units around it. It
 builds its unit with provisional names and resources, which refer to the groups of the mesh and create none. So nothing
 is sent, except by the user's own ``full_tensor()``. The ranks may differ in what else they do, for example if one of
-them prints the model. :func:`_complete` runs when a forward, or a function of layerzero, needs the model:
-it names the units, compares them between ranks, creates the groups, and moves the units to the resources of the model.
+them prints the model. :func:`_complete` runs when a forward, or a function of layerzero, needs the model: it names the
+units, compares them between ranks, creates the groups, and moves the units to the resources of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ _CHANGES = itertools.count()  # orders changes of settings
 
 
 class _GroupsOfMesh(ModelGroups):
-    """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have are absent."""
+    """Groups of a mesh, for units whose model is not complete. Groups that the mesh does not have are deferred."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(deferred=True)
@@ -227,6 +227,7 @@ class _FirstForwardHook(UnfinishedHook):
     """Hook that completes the model in its first forward."""
 
     def __init__(self, unit: UnfinishedUnit) -> None:
+        super().__init__()
         self.unit = unit
         self._run = torch.compiler.disable(_first_forward)
 
@@ -236,9 +237,6 @@ class _FirstForwardHook(UnfinishedHook):
 
     def finish(self, module: nn.Module) -> None:
         _complete(_root_of(module, self.unit.outermost))
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("deepcopy of a module after fully_shard is not supported. Copy the module before fully_shard")
 
 
 def _first_forward(hook: _FirstForwardHook, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -62,7 +62,7 @@ class BuiltUnit(NamedTuple):
     Attributes:
         uninitialized: parameters and buffers that were on the meta device and have no values yet.
         was_on_meta: True if any parameter or buffer was on the meta device.
-        to_compare: properties that all ranks must compare, by name, if their process groups are absent.
+        to_compare: properties that all ranks must compare, by name, if their process groups are deferred.
     """
 
     unit: Unit

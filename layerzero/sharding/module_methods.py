@@ -334,6 +334,8 @@ def _state_and_unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
     """Return the unit that `module` belongs to and, if `recurse` is True, the units inside that unit."""
     lz_state, unit = _state_and_unit_of(module)
+    if recurse and unit is lz_state.units[0]:
+        return lz_state, list(lz_state.units)
     inside = set(module.modules()) if recurse else set()
     return lz_state, [each for each in lz_state.units if each is unit or not inside.isdisjoint(each.modules)]
 

@@ -48,7 +48,7 @@ class SharedResources:
     ) -> SharedResources:
         """Create the communicators of a model, and transports over process groups. All of its ranks must call this.
 
-        If the groups are absent, this method does not communicate. Several meshes and encoded refreshes need
+        If the groups are deferred, this method does not communicate. Several meshes and encoded refreshes need
         groups.
 
         Args:
