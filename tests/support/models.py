@@ -189,6 +189,8 @@ def _gathered(tensors: dict[str, Tensor], mesh_info: MeshInfo) -> dict[str, Tens
     gathered = padded
     for comm in mesh_info.control_comms:
         pieces = [torch.empty_like(gathered) for _ in range(comm.size)]
+        if comm.held_group.reserved is not None:
+            comm.held_group.reserved.wait()  # the control thread's messages come first on every rank
         dist.all_gather(pieces, gathered, group=comm.group)
         gathered = torch.cat(pieces)
     gathered = gathered.view(mesh_info.data_parallel, longest)
