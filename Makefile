@@ -59,12 +59,14 @@ torch-versions: $(TORCH_VERSIONS:%=$(VENV)-torch-%/ready)  ## the private names 
 
 check: $(VENV)/ready  ## without the test suite: format, lint, types, import directions
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 78 docs/*.md
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/project/test_imports.py
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
+	$(BIN)/ruff format --line-length 78 docs/*.md
 	$(BIN)/ruff check --fix .
 
 coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of them has run; ARGS="tests/end_to_end/test_parity.py" for some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -39,11 +40,12 @@ def has_problem(findings: Sequence[Finding]) -> bool:
 
 
 def findings_as_text(findings: Sequence[Finding]) -> str:
-    """Return one line per finding, under the headings of the groups."""
-    groups = dict.fromkeys(finding.group for finding in findings)
-    return "\n\n".join(
-        "\n".join([group, *(f"  {finding}" for finding in findings if finding.group == group)]) for group in groups
-    )
+    """Return the findings under the headings of their groups, in lines of up to 78 columns."""
+    lines = textwrap.TextWrapper(78, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    groups: dict[str, list[str]] = {}
+    for finding in findings:
+        groups.setdefault(finding.group, []).append(lines.fill(f"  {finding}"))
+    return "\n\n".join("\n".join([group, *found]) for group, found in groups.items())
 
 
 def summary(findings: Sequence[Finding]) -> str:

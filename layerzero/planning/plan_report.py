@@ -19,15 +19,13 @@ from layerzero.planning.step_cost import ASSUMPTIONS, MARGIN, paying_links
 _SHOWN = 12  # number of rows of layerzero in the text
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _ONE_UNIT = "The whole model is one unit, so a gather collects all weights at once. `units` or --unit divides it."
-_COLUMNS = (
-    *("scheme", "S", "accumulation", "offload", "reshard", "peak"),
-    *("room", "host", "zero3", "replica", "between", "step"),
-)
+_COLUMNS = ("scheme", "S", "accum", "offload", "reshard", "peak", "room", "host", "zero3", "between", "step")
 _LEGEND = (
-    "S: zero3_size, the number of ranks over which weights are sharded; reshard: reshard_after_forward, if it is "
-    "'step'; peak, room: bytes on an accelerator during a step, and bytes that remain free; host: bytes in host "
-    "memory; zero3, replica, between: bytes that a rank sends per step inside its ZeRO-3 group, to other groups, and "
-    "to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's distributed optimizer."
+    "S: zero3_size, the number of ranks over which weights are sharded; accum: accumulation; reshard: "
+    "reshard_after_forward, if it is 'step'; peak, room: bytes on an accelerator during a step, and bytes that remain "
+    "free; offload, host: what is offloaded, and bytes in host memory, if any; zero3, between: bytes that a rank sends "
+    "per step inside its ZeRO-3 group, and to other nodes; HFSDP: hybrid mode of Megatron-FSDP; ZeRO-1: Megatron's "
+    "distributed optimizer."
 )
 
 
@@ -159,25 +157,31 @@ class Plan:
         trained = f" ({_count_text(self.trained_numel)} trained)"
         activations = "" if self.estimator.compute.activation_bytes else "; activations are unknown and not counted"
         shown = [row for row in self.rows if row.fits or self.best is None][:_SHOWN]
+        columns = zip(_COLUMNS, *(_cells(row) for row in (*shown, *self.other_schemes)), strict=True)
+        header, *cells = zip(*(column for column in columns if any(column[1:])), strict=True)
         lines = [
-            f"{_count_text(self.numel)} parameters{trained * (self.numel != self.trained_numel)} in "
-            f"{num_units} unit{'s' * (num_units > 1)}; {count} micro-batch{'es' * (count > 1)} of "
-            f"{self.tokens:,} tokens per rank and step{activations}",
-            str(cluster),
-            *([_ONE_UNIT] if num_units == 1 else ()),
+            _wrapped(
+                f"{_count_text(self.numel)} parameters{trained * (self.numel != self.trained_numel)} in "
+                f"{num_units} unit{'s' * (num_units > 1)}; {count} micro-batch{'es' * (count > 1)} of "
+                f"{self.tokens:,} tokens per rank and step{activations}"
+            ),
+            _wrapped(str(cluster)),
+            *([_wrapped(_ONE_UNIT)] if num_units == 1 else ()),
             "",
-            f"Does it fit into {size_text(cluster.room)} ({cluster.memory:.4g} GB minus a reserve of "
-            f"{cluster.reserve:.4g} GB)? And what crosses nodes?",
-            table(_COLUMNS, [_cells(row) for row in (*shown, *self.other_schemes)]),
-            *textwrap.wrap(_LEGEND, 110),
+            _wrapped(
+                f"Does it fit into {size_text(cluster.room)} ({cluster.memory:.4g} GB minus a reserve of "
+                f"{cluster.reserve:.4g} GB)? And what crosses nodes?"
+            ),
+            table(header, cells),
+            _wrapped(_LEGEND),
             "",
             f"Memory per rank of {self.compared[0].label}:",
-            *textwrap.wrap(", ".join(f"{kind} {size_text(n)}" for kind, n in self.compared[0].kinds.items()), 110),
+            _wrapped(", ".join(f"{kind} {size_text(n)}" for kind, n in self.compared[0].kinds.items())),
             "",
             *self._link_lines(),
-            *textwrap.wrap(ASSUMPTIONS, 110),
+            _wrapped(ASSUMPTIONS),
             "",
-            *textwrap.wrap(self.why, 110),
+            _wrapped(self.why),
         ]
         return "\n".join(lines)
 
@@ -189,13 +193,16 @@ class Plan:
         for row in self.compared:
             pays = _links_text(paying_links(ours.cost, row.cost)) if row is not ours else ""
             times = [seconds_text(row.cost.seconds(link)) for link in self.links]
-            label = row.label + " (does not fit)" * (not row.fits)
+            label = row.label if row is not ours else f"{row.scheme} S={row.zero3_size}"
+            label += " (does not fit)" * (not row.fits)
             lines.append((label, *times, f"{row.cost.hidden_from:,.4g}", pays))
-        header = ("duration of a step", *(f"{link:,.4g}" for link in self.links), "hidden from", "layerzero pays")
+        header = ("step time", *(f"{link:,.4g}" for link in self.links), "hidden from", "layerzero pays")
         return (
-            "At which link does it pay? Columns are Gbit/s per node. From the speed in the column `hidden from` on, "
-            "the link\ndoes not prolong a step. The last column says where a step of layerzero is shorter by more than "
-            f"{MARGIN:.0%}.",
+            _wrapped(
+                "At which link does it pay? Columns are Gbit/s per node. From the speed in the column `hidden from` "
+                "on, the link does not prolong a step. The last column says where a step of layerzero is shorter by "
+                f"more than {MARGIN:.0%}."
+            ),
             table(header, lines),
         )
 
@@ -211,9 +218,14 @@ def _cells(row: Row) -> Sequence[str]:
         *(row.scheme, str(row.zero3_size), str(row.accumulation), "+".join(row.offload)),
         *("step" if row.reshards == "step" else "", size_text(row.peak)),
         ", ".join(lacking) or size_text(cost.cluster.room - row.peak),
-        *map(size_text, (row.host, cost.zero3, cost.replica, cost.between)),
+        size_text(row.host) if row.host else "",
+        *map(size_text, (cost.zero3, cost.between)),
         seconds_text(cost.seconds()),
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 78, break_on_hyphens=False)
 
 
 def _count_text(number: float) -> str:

@@ -247,7 +247,7 @@ def test_make_needs_a_model() -> None:
 
 @pytest.mark.exhaustive
 def test_the_command_of_the_page_runs() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8").replace("\\\n", "")
     (command,) = re.findall(r"^make compare (.*)$", page, re.MULTILINE)
     given = dict(part.split("=", 1) for part in shlex.split(command))
     run = [sys.executable, "-m", "benchmarks.compare", given["MODEL"], "--ranks", "4", *shlex.split(given["ARGS"])]

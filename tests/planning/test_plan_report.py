@@ -58,7 +58,7 @@ def found() -> Plan:
 
 def test_the_text_answers_three_questions_in_one_screen(found: Plan) -> None:
     lines = str(found).splitlines()
-    assert len(lines) <= 45 and max(map(len, lines)) <= 120
+    assert len(lines) <= 55 and max(map(len, lines)) <= 78
     text = " ".join(" ".join(lines).split())
     for part in ("Does it fit into 7.00 GB (8 GB minus a reserve of 1 GB)?", "what crosses nodes?", ASSUMPTIONS):
         assert part in text
@@ -82,11 +82,13 @@ def test_the_text_answers_three_questions_in_one_screen(found: Plan) -> None:
     assert found.links == (100.0, 200.0, 800.0, 1600.0)
     for row in found.compared:
         times = " +".join(seconds_text(row.cost.seconds(link)) for link in found.links)
-        assert any(re.match(f"{re.escape(row.label)} +{times} +{row.cost.hidden_from:,.4g}", line) for line in lines)
+        label = row.label.replace(", zero3_size=", " S=").split(",")[0]
+        pattern = f"{re.escape(label)} +{times} +{row.cost.hidden_from:,.4g}"
+        assert any(re.match(pattern, line) for line in lines)
 
 
 def test_what_a_reader_must_know_about_the_input_is_said() -> None:
-    whole = str(plan(lambda: torch.nn.Linear(64, 64), Cluster(nodes=1, accelerators=1)))
+    whole = " ".join(str(plan(lambda: torch.nn.Linear(64, 64), Cluster(nodes=1, accelerators=1))).split())
     assert " in 1 unit; 1 micro-batch of 4,096 tokens per rank and step; activations are unknown and not coun" in whole
     assert "The whole model is one unit" in whole and "1 node x 1 accelerator, 400 Gbit/s per node (assumed)" in whole
     assert "At which link" not in whole, "one node has no link to others"
@@ -233,7 +235,7 @@ def test_the_fields_of_a_cluster_are_documented() -> None:
 def test_the_numbers_of_the_decision_table_are_those_of_its_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     (settings,) = re.findall(r"The file `bf16.yaml` contains:\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "bf16.yaml").write_text(settings)
     monkeypatch.chdir(tmp_path)

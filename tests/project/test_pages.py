@@ -127,5 +127,8 @@ def test_every_command_exists_with_its_options() -> None:
     assert len(told) > 50
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_code_is_at_most_78_columns_wide() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    code = {name: page.pieces for name, page in ALL.items() if name != "README.md"}
+    lines = [(name, line) for name in code for piece in code[name] for line in piece.shown.splitlines()]
+    assert [(name, line) for name, line in lines if len(line) > 78] == []

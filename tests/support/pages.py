@@ -56,6 +56,11 @@ class Piece:
     line: int
     text: str
 
+    @property
+    def shown(self) -> str:
+        """Text that readers of the page see."""
+        return "" if self.kind in {"before", "after", "write", "not run"} else self.text
+
 
 @dataclass(frozen=True)
 class Page:
