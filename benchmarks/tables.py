@@ -1,8 +1,4 @@
-"""Write the measured tables into benchmarks/results/*.md and README.md: ``python -m benchmarks.tables``.
-
-This script generates the files, and the text between two markers in README.md, so that they always agree with the
-results.
-"""
+"""Write the measured tables into benchmarks/results/*.md: ``python -m benchmarks.tables``."""
 
 from __future__ import annotations
 
@@ -20,24 +16,19 @@ __all__ = [
     "COMPARED",
     "LOSS_TOLERANCE",
     "PAGE",
-    "README",
     "fastest_of_each",
     "file_of",
     "losses_agree",
-    "readme_with",
     "render",
-    "summary",
 ]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
-README = PAGE.parents[1] / "README.md"
-_IN_SHORT = "two-nodes"  # results that the README shows
 LOSS_TOLERANCE = 0.005  # relative: bf16 has 8 bits, and contestants round at different places
 _REFERENCE = "layerzero"  # its step time is the unit of the comparison
 COMPARED = 4  # A of the comparison
 _KEPT = "layerzero-full-exchanges-keep-bf16"
 _OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges", _KEPT)
-# In README.md and in the figures, rows without shared memory are first, because devices do not share memory.
+# In the figures, rows without shared memory are first, because devices do not share memory.
 _OURS_IN_SHORT = (_KEPT, "layerzero-exchanges", "layerzero-full-exchanges", "layerzero", "layerzero-full")
 # layerzero is compared with the fastest variant of each peer.
 _PEERS = {
@@ -54,22 +45,6 @@ def file_of(results: Results) -> str:
     """Return the text of the file with all tables of one setup."""
     title = f"Results: {results.where.replace('-', ' ')}"
     return f"# {title}\n\nREADME.md explains the columns.\n\n{render(results)}"
-
-
-def readme_with(page: str, results: Sequence[Results]) -> str:
-    """Return README.md with its short table replaced."""
-    for each in results:
-        if each.where == _IN_SHORT:
-            page = _replaced(page, f"{each.where}, in short", summary(each))
-    return page
-
-
-def _replaced(page: str, name: str, text: str) -> str:
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError(f"the page has no {begin} ... {end}")
-    return pattern.sub(lambda _: f"{begin}\n\n{text}\n{end}", page)
 
 
 def render(results: Results) -> str:
@@ -157,25 +132,6 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
     return "\n".join(lines)
 
 
-def summary(results: Results) -> str:
-    """Return the short table of README.md, with the fastest variant of each scheme."""
-    cells = [cell for cell in results.cells() if cell[0] == COMPARED]
-    tables = {reduce: fastest_of_each(results, reduce) for _, reduce in cells}
-    titles = [f"step, s, {reduce}" for reduce in tables] + [f"state, MB, {reduce}" for reduce in tables]
-    lines = [f"| A = {COMPARED} | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
-    for what in _SCHEMES:
-        fastest = [rows.get(what) for rows in tables.values()]
-        if any(fastest):
-            steps = ["" if row is None else _ranged(row.seconds_range, 2) for row in fastest]
-            states = ["" if row is None else f"{row.state_bytes / 1e6:.0f}" for row in fastest]
-            lines.append(f"| {what} | " + " | ".join(steps + states) + " |")
-    bounds = {reduce: results.bound(a, reduce) for a, reduce in cells}
-    what = "compute alone" if results.link_bytes_per_second is None else "bound of a synchronous step"
-    steps = ["" if bound is None else _ranged(bound, 2) for bound in bounds.values()]
-    lines.append(f"| {what} | " + " | ".join(steps) + " |" + " |" * len(steps))
-    return "\n".join(lines) + "\n"
-
-
 def fastest_of_each(results: Results, reduce: str) -> dict[str, Row]:
     """Return the fastest variant of each measured scheme, for A = 4 and one reduce dtype."""
     rows = {row.name: row for row in results.rows(COMPARED, reduce) if row.runs}
@@ -229,7 +185,6 @@ def main() -> int:
     else:
         for each in results:
             (FOLDER / f"{each.where}.md").write_text(file_of(each))
-        README.write_text(readme_with(README.read_text(), results))
     return 0
 
 
