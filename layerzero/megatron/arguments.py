@@ -23,6 +23,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("layerzero")
     group.add_argument("--layerzero-config", metavar="FILE", help="YAML with the settings of layerzero.LayerZeroConfig")
     group.add_argument(
+        "--layerzero-expert-zero3-size", type=int, metavar="S", help="number of ranks over which experts are sharded"
+    )
+    group.add_argument(
         "--layerzero-ema-decay", type=float, metavar="DECAY", help="compute an average of the weights for checkpoints"
     )
     return parser
@@ -78,12 +81,14 @@ def _translate_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArg
         size = _ranks_per_node(data_parallel)
     elif addon("yaml").has_names_of_mindspeed(args.layerzero_config):
         size = _zero3_size_without_tensor_parallel(size, args.tensor_model_parallel_size, len(data_parallel))
-    refuse_fusion(args, size, **settings)
+    expert_size = args.layerzero_expert_zero3_size
+    refuse_fusion(args, max(size, expert_size or 1), **settings)
     settings["mp_policy"] = _policy(settings["mp_policy"], args)
     return ParsedArguments(
         {
             **settings,
             "zero3_size": size,
+            "expert_zero3_size": expert_size,
             "align_grad_reduce": bool(args.overlap_grad_reduce and args.align_grad_reduce),
             "align_param_refresh": bool(args.overlap_param_gather and args.align_param_gather),
             "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,

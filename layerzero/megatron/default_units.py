@@ -60,6 +60,19 @@ def only_experts(module: nn.Module) -> bool:
     return bool(marks) and all(marks)
 
 
+def expert_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts of each layer by name: the outermost modules that contain only experts.
+
+    Without expert parallelism, Megatron does not mark the parameters. The experts are then found in its MoE layers.
+    """
+    of_layers = {id(m.experts) for m in chunk.modules() if hasattr(m, "local_expert_indices") and hasattr(m, "experts")}
+    experts: dict[str, nn.Module] = {}
+    for name, module in chunk.named_modules():
+        if (id(module) in of_layers or only_experts(module)) and not any(name.startswith(f"{e}.") for e in experts):
+            experts[name] = module
+    return experts
+
+
 def add_named_modules(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
     """Return a predicate that selects the default units, and modules whose name or class name is in `names`."""
 

@@ -61,11 +61,12 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
     different replicas with the same shard must have equal hashes.
     """
-    digests: dict[tuple[Any, ...], Any] = {}  # by chunk index, ranks of the mesh, and ZeRO-3 rank
+    digests: dict[tuple[Any, ...], Any] = {}  # by chunk index, ranks of the mesh, ZeRO-3 size and ZeRO-3 rank
     for index, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:
-            shard = (index, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
+            grid = handle.mesh_info.grid
+            shard = (index, handle.mesh_info.ranks, grid.zero3_size, grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.weights.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     own_digests = {(shard, digest.hexdigest()) for shard, digest in digests.items()}

@@ -29,8 +29,8 @@ class ProcessGroups:
         embedding: pipeline stages that hold the word embeddings. None if this rank's stage does not hold them.
         expert_zero1: ranks in `zero1` that hold the same experts as this rank. None if all ranks in `zero1` hold the
             same experts.
-        expert_zero3: ranks in `zero3` that hold the same experts as this rank. The experts' compute weights are
-            sharded over these ranks. None if `expert_zero1` is None.
+        expert_zero3: ranks over which the experts' compute weights are sharded. They all hold the same experts. None if
+            experts are sharded in the same way as other parameters.
     """
 
     zero1: dist.ProcessGroup
@@ -47,7 +47,7 @@ class ProcessGroups:
         return dist.get_rank(self.pipeline) == 0
 
 
-def process_groups(zero3_size: int) -> ProcessGroups:
+def process_groups(zero3_size: int, expert_zero3_size: int | None = None) -> ProcessGroups:
     """Return the process groups of this rank.
 
     All ranks must call this function, after Megatron has created its own groups.
@@ -57,11 +57,16 @@ def process_groups(zero3_size: int) -> ProcessGroups:
             Context-parallel ranks are included, but tensor-parallel and pipeline-parallel ranks are not. The value 1
             means ZeRO-1. To keep the ZeRO-3 group inside a node, use at most the number of ranks per node divided by
             the tensor-parallel size.
+        expert_zero3_size: number of ranks over which the compute weights of experts are sharded. Only ranks that hold
+            the same experts count: the ZeRO-3 group of the experts consists of consecutive ranks of Megatron's
+            expert-data-parallel group. The value 1 means ZeRO-1. If None, it consists of those ranks of the other
+            parameters' ZeRO-3 group that hold the same experts.
 
     Raises:
-        TypeError: `zero3_size` is not an int.
-        ValueError: `zero3_size` does not divide the data-parallel size; `zero3_size` is neither a multiple nor a
-            divisor of the expert-parallel size; some ranks that hold the same experts as this rank are not among its
+        TypeError: a size is not an int.
+        ValueError: `zero3_size` does not divide the data-parallel size; `expert_zero3_size` does not divide the
+            expert-data-parallel size; `expert_zero3_size` is None, and `zero3_size` is neither a multiple nor a divisor
+            of the expert-parallel size; some ranks that hold the same experts as this rank are not among its
             data-parallel ranks; or the arguments differ between ranks.
         RuntimeError: the version of Megatron-Core is not supported; the message names the supported versions.
     """
@@ -72,20 +77,26 @@ def process_groups(zero3_size: int) -> ProcessGroups:
     experts = parallel_state.get_expert_data_parallel_group()
     ranks = sorted(dist.get_process_group_ranks(zero1))
     expert_ranks = sorted(dist.get_process_group_ranks(experts))
-    failure = version_error() or _layout_error(zero3_size, ranks, expert_ranks)
-    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
-    size = zero3_size if failure is None else 1
-    start = ranks.index(dist.get_rank()) // size * size
-    zero3_ranks = ranks[start : start + size]
-    group_counts = group_count_fields(zero3_ranks, [rank for rank in zero3_ranks if rank in expert_ranks])
+    failure = version_error() or _layout_error(zero3_size, ranks, expert_ranks, expert_zero3_size)
+    fields = {
+        "zero3_size": repr(zero3_size),
+        "expert_zero3_size": repr(expert_zero3_size),
+        "experts": f"on {len(expert_ranks)} ranks",
+        "megatron-core": version(),
+    }
+    zero3_ranks = _own_block(ranks, zero3_size if failure is None else 1)
+    if expert_zero3_size is None or failure is not None:
+        expert_zero3_ranks = [rank for rank in zero3_ranks if rank in expert_ranks]
+    else:
+        expert_zero3_ranks = _own_block(expert_ranks, expert_zero3_size)
+    group_counts = group_count_fields(zero3_ranks, expert_zero3_ranks)
     require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=group_counts, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
         device_type = "cpu"
     zero3 = mesh_group(zero3_ranks, like=zero1, device_type=device_type)
     expert_zero3 = None
-    if len(expert_ranks) < len(ranks):
-        expert_zero3_ranks = [rank for rank in zero3_ranks if rank in expert_ranks]
+    if len(expert_ranks) < len(ranks) or expert_zero3_ranks != zero3_ranks:
         expert_zero3 = mesh_group(expert_zero3_ranks, like=experts, device_type=device_type)
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
@@ -96,7 +107,7 @@ def process_groups(zero3_size: int) -> ProcessGroups:
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         model=parallel_state.get_model_parallel_group(),
         embedding=embedding,
-        expert_zero1=None if expert_zero3 is None else experts,
+        expert_zero1=experts if len(expert_ranks) < len(ranks) else None,
         expert_zero3=expert_zero3,
     )
 
@@ -148,33 +159,55 @@ def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
     return [fact for _, fact in sorted(gathered, key=lambda entry: entry[0])]
 
 
-def _layout_error(zero3_size: object, ranks: Sequence[int], expert_ranks: Sequence[int]) -> Exception | None:
-    """Return the error for an invalid `zero3_size` or expert layout; None if both are valid.
+def _own_block(ranks: list[int], size: int) -> list[int]:
+    """Return the block of `size` consecutive elements of `ranks` that contains this rank."""
+    start = ranks.index(dist.get_rank()) // size * size
+    return ranks[start : start + size]
+
+
+def _layout_error(
+    zero3_size: int, ranks: Sequence[int], expert_ranks: Sequence[int], expert_zero3_size: int | None = None
+) -> Exception | None:
+    """Return the error for an invalid ZeRO-3 size or expert layout; None if all are valid.
 
     Args:
-        zero3_size: value to check.
+        zero3_size, expert_zero3_size: values to check.
         ranks: data-parallel ranks.
         expert_ranks: ranks that hold the same experts as this rank.
     """
-    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
-        return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    sizes: dict[str, object] = {"zero3_size": zero3_size}
+    if expert_zero3_size is not None:
+        sizes["expert_zero3_size"] = expert_zero3_size
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            return TypeError(f"{name} must be an int, got {size!r}")
     if not {*expert_ranks} <= {*ranks}:
         return ValueError(
             f"the ranks {list(expert_ranks)} hold the same experts, but are not all among the data-parallel ranks "
             f"{list(ranks)} of this pipeline stage and tensor rank. Set expert_tensor_parallel_size to "
             "tensor_model_parallel_size"
         )
-    world, ep_size = len(ranks), len(ranks) // len(expert_ranks)
+    world, expert_world = len(ranks), len(expert_ranks)
+    ep_size = world // expert_world
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     if zero3_size < 1 or world % zero3_size:
         return ValueError(
             f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (including context-parallel "
             f"ranks) of this pipeline stage and tensor rank. Use one of {divisors}"
         )
+    if expert_zero3_size is not None:
+        if expert_zero3_size < 1 or expert_world % expert_zero3_size:
+            fitting = [d for d in divisors if expert_world % d == 0]
+            return ValueError(
+                f"expert_zero3_size={expert_zero3_size} does not divide the {expert_world} data-parallel ranks that "
+                f"hold the same experts ({world} ranks / expert_model_parallel_size={ep_size}). Use one of {fitting}"
+            )
+        return None
     if zero3_size % ep_size and ep_size % zero3_size:
         fitting = [d for d in divisors if d % ep_size == 0 or ep_size % d == 0]
         return ValueError(
             f"zero3_size={zero3_size} is neither a multiple nor a divisor of expert_model_parallel_size={ep_size}, so "
-            f"more ranks of a ZeRO-3 group would share some experts than others. Use one of {fitting}"
+            f"more ranks of a ZeRO-3 group would share some experts than others. Use one of {fitting}, or set "
+            "expert_zero3_size"
         )
     return None

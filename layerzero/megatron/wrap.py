@@ -15,6 +15,7 @@ from layerzero.extend import Accumulation, Policy, Units, get_state, set_gradien
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
+    expert_modules,
     language_model,
     only_experts,
     warn_of_layers_without_units,
@@ -30,6 +31,7 @@ def wrap(
     config: Any,
     *,
     zero3_size: int | None = None,
+    expert_zero3_size: int | None = None,
     groups: ProcessGroups | None = None,
     units: Units = None,
     mp_policy: Policy | None = None,
@@ -51,10 +53,13 @@ def wrap(
         config: TransformerConfig of the chunks.
         zero3_size: number S of ranks per ZeRO-3 group; see :func:`process_groups`. Pass either `zero3_size` or
             `groups`.
+        expert_zero3_size: number of ranks over which the compute weights of experts are sharded, from 1 to Megatron's
+            expert-data-parallel size; see :func:`process_groups`. It needs `zero3_size`.
         groups: process groups that :func:`process_groups` returned.
         units: as in :func:`layerzero.shard_model`. Names begin with ``module.``. If None, the units are the transformer
             and Mamba layers, the word embeddings and the output layer. A warning then lists the classes and the total
-            size of layers that are not units. Modules that have only expert-parallel parameters are always units.
+            size of layers that are not units. Experts that are sharded differently from other parameters are always
+            units.
         mp_policy: mixed-precision policy. If it sets no field of torch's ``MixedPrecisionPolicy``, the model computes
             in the 16-bit dtype of `config`, and gradients are reduced in fp32. If `config` has no 16-bit dtype, the
             dtype of the parameters is used.
@@ -79,13 +84,21 @@ def wrap(
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if (zero3_size is None) == (groups is None):
         raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
+    if expert_zero3_size is not None and groups is not None:
+        raise ValueError("groups already determine expert_zero3_size. Pass it to process_groups instead of wrap")
     for module in modules:
         refuse_model(module, config)
+    if expert_zero3_size is not None and not config.num_moe_experts:
+        raise ValueError(f"expert_zero3_size={expert_zero3_size}, but the model has no experts. Remove it")
     if groups is None:
         assert zero3_size is not None
-        groups = process_groups(zero3_size)
-    refuse_fusion(config, groups.zero3.size(), accumulation=accumulation, mp_policy=mp_policy, **settings)
-    mesh = _meshes(groups)
+        groups = process_groups(zero3_size, expert_zero3_size)
+    sizes = [group.size() for group in (groups.zero3, groups.expert_zero3) if group is not None]
+    refuse_fusion(config, max(sizes), accumulation=accumulation, mp_policy=mp_policy, **settings)
+    mesh = mesh_from_groups(groups.zero1, groups.zero3)
+    expert_mesh = None
+    if groups.expert_zero3 is not None:
+        expert_mesh = mesh_from_groups(groups.expert_zero1 or groups.zero1, groups.expert_zero3)
     chunks = []
     for module in modules:
         chunk = ShardedChunk(module, config, groups)
@@ -93,10 +106,11 @@ def wrap(
         if unit_selection is None:
             unit_selection = default_units(module, pipeline_size=groups.pipeline.size())
             warn_of_layers_without_units(chunk, {id(m) for name, m in chunk.named_modules() if unit_selection(name, m)})
+        experts = _separate_experts(chunk, groups)
         shard_model(
             chunk,
-            mesh=mesh,
-            units=_with_experts(unit_selection, chunk, groups),
+            mesh=mesh if expert_mesh is None else _mesh_selector(mesh, expert_mesh, experts),
+            units=_with_experts(unit_selection, experts),
             mp_policy=_policy(mp_policy, config),
             accumulation=accumulation,
             **settings,
@@ -114,31 +128,30 @@ def wrap(
     return chunks
 
 
-def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
-    """Return the mesh over which units are sharded.
+def _separate_experts(chunk: ShardedChunk, groups: ProcessGroups) -> dict[str, nn.Module]:
+    """Return the experts of each layer by name; an empty dict if they are sharded in the same way as other modules."""
+    experts = expert_modules(chunk)
+    for name, module in experts.items():
+        if groups.expert_zero1 is None and only_experts(module):
+            raise ValueError(
+                f"the experts of {name!r} differ between data-parallel ranks, but groups has no groups for experts. "
+                "Create groups with layerzero.megatron.process_groups after Megatron's own groups"
+            )
+    return {} if groups.expert_zero3 is None else experts
 
-    With expert parallelism, return a function that returns the mesh of a unit.
-    """
-    mesh = mesh_from_groups(groups.zero1, groups.zero3)
-    if groups.expert_zero1 is None or groups.expert_zero3 is None:
-        return mesh
-    of_experts = mesh_from_groups(groups.expert_zero1, groups.expert_zero3)
-    return lambda name, module: of_experts if only_experts(module) else mesh
+
+def _mesh_selector(
+    mesh: DeviceMesh, expert_mesh: DeviceMesh, experts: dict[str, nn.Module]
+) -> Callable[[str, nn.Module], DeviceMesh]:
+    """Return a function that returns the mesh of a unit."""
+    inside = {id(part) for module in experts.values() for part in module.modules()}
+    return lambda name, module: expert_mesh if id(module) in inside else mesh
 
 
-def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> Units:
-    """Return `units`, extended by the outermost modules in the chunk that have only expert-parallel parameters."""
-    experts: dict[str, nn.Module] = {}
-    for name, module in chunk.named_modules():
-        if only_experts(module) and not any(name.startswith(f"{outer}.") for outer in experts):
-            experts[name] = module
+def _with_experts(units: Units, experts: dict[str, nn.Module]) -> Units:
+    """Return `units`, extended by `experts`."""
     if not experts:
         return units
-    if groups.expert_zero1 is None:
-        raise ValueError(
-            f"the experts of {next(iter(experts))!r} differ between data-parallel ranks, but groups has no groups for "
-            "experts. Create groups with layerzero.megatron.process_groups after Megatron's own groups"
-        )
     if isinstance(units, (str, type)) or (isinstance(units, Iterable) and not callable(units)):
         return [*([units] if isinstance(units, (str, type)) else units), *experts]
     is_unit: Any = units

@@ -132,6 +132,7 @@ def _merged_by_megatron(rank: int, path: str, case: Case) -> dict[str, Tensor]:
 CASES = {
     "2": experts(2, zero3_size=4),
     "4": experts(4),
+    "1, sharded over more ranks": experts(1, expert_zero3_size=4),
     "2 beside tensor ranks": experts(2, tp=2, sequence_parallel=True),
     "2 of interleaved stages": experts(
         2, pp=2, chunks=2, layers=4, zero3_size=1, tied=False, dtype="float16", overflow_at=2
@@ -210,7 +211,11 @@ def _everything(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def test_other_data_parallel_and_expert_parallel_ranks_may_load(tmp_path: Path) -> None:
     for saved, ranks, others in (
-        (experts(2, zero3_size=4), 4, [(experts(2), 2), (experts(4, zero3_size=4), 4), (experts(1), 2)]),
+        (
+            experts(2, zero3_size=4, expert_zero3_size=1),
+            4,
+            [(experts(2), 2), (experts(4, zero3_size=4), 4), (experts(1, expert_zero3_size=1), 2)],
+        ),
         (experts(1), 2, [(experts(4), 4)]),
     ):
         path = f"{tmp_path}/{ranks}"

@@ -13,11 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import layerzero.megatron
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.model_checks import replicas_agree
 from layerzero.megatron.parallel_groups import _layout_error
 from tests.support.megatron_parallel import SequenceParallelNorm
-from tests.support.megatron_ranks import Case, Run, assert_same, make_ours, make_reference, megatron, run
+from tests.support.megatron_ranks import (
+    Case,
+    Run,
+    assert_same,
+    make_chunks,
+    make_config,
+    make_ours,
+    make_reference,
+    megatron,
+    run,
+)
 from tests.support.ranks import on_ranks, run_ranks
 
 
@@ -226,6 +237,32 @@ def test_experts_apart_under_a_loss_scale() -> None:
     run_ranks(_mixtures, [half, half.but(accumulation="full", per_token=True)])
 
 
+def _own_sizes(rank: int, cases: list[Case]) -> None:
+    """Compare with Megatron, and count the ranks over which the handles of experts and the others are sharded."""
+    with megatron(cases[0]):
+        for case in cases:
+            theirs, (chunks, optimizer) = run(case, make_reference), make_ours(case)
+            ours = run(case, lambda _, made=(chunks, optimizer): made)  # type: ignore[misc]
+            assert_equal_but_for_rounding(ours, theirs, case)
+            experts, others = set(), set()
+            for handle in (handle for chunk in chunks for handle in get_state(chunk).handles):
+                inside = [".mlp.experts." in member.name for member in handle.members]
+                assert all(inside) or not any(inside)
+                (experts if inside[0] else others).add(handle.mesh_info.zero3_size)
+            assert (others, experts) == ({case.zero3_size}, {case.expert_zero3_size}), case
+            assert replicas_agree(chunks)
+
+
+def test_experts_with_a_zero3_size_of_their_own() -> None:
+    full = {"accumulation": "full", "optimizer": "adam", "per_token": True}
+    nodes = APART.but(zero3_size=4, expert_zero3_size=1)  # 2 nodes of 4 ranks; 4 ranks hold the same experts
+    run_ranks(_own_sizes, [nodes, nodes.but(expert_zero3_size=2, **full), nodes.but(expert_zero3_size=4)], world_size=8)
+    run_ranks(_own_sizes, [nodes.but(pp=2), nodes.but(pp=2, zero3_size=1, expert_zero3_size=2, **full)], world_size=8)
+    common = MIXTURE.but(zero3_size=2, expert_zero3_size=4)  # without expert parallelism
+    run_ranks(_own_sizes, [common, common.but(expert_zero3_size=1, **full), common.but(zero3_size=1)])
+    run_ranks(_own_sizes, [common.but(pp=2, expert_zero3_size=1)])
+
+
 @on_ranks()
 def test_experts_apart_in_megatrons_loop(rank: int) -> None:
     case = APART.but(steps=1)
@@ -243,6 +280,17 @@ def test_experts_apart_in_megatrons_loop(rank: int) -> None:
             match=r"is neither a multiple nor a divisor of expert_model_parallel_size=4.*Use one of \[1, 2, 4, 12\]",
         ):
             raise _layout_error(3, range(12), range(0, 12, 4)) or AssertionError
+        with pytest.raises(
+            ValueError, match=r"expert_zero3_size=2 does not divide the 3 .*experts.*Use one of \[1, 3\]"
+        ):
+            raise _layout_error(3, range(12), range(0, 12, 4), 2) or AssertionError
+        with pytest.raises(ValueError, match=r"ranks disagree: expert_zero3_size is "):
+            layerzero.megatron.process_groups(2, 1 if rank else 2)
+        config = make_config(case)
+        models = make_chunks(case, config)
+        config.gradient_accumulation_fusion = True
+        with pytest.raises(ValueError, match="gradient_accumulation_fusion adds to full gradients"):
+            layerzero.megatron.wrap(models, config, zero3_size=1, expert_zero3_size=2)
 
 
 def _refuses(rank: int, settings: dict[str, int], match: str) -> None:

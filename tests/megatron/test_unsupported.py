@@ -35,6 +35,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # settings of the
     ),
     (FUSED, {"accumulation": "full", "offload": Offload(grads=True)}, r"and Offload\(grads=True\) exclude each other"),
     ({}, {"zero3_size": 3}, r"zero3_size=3 does not divide the 2 data-parallel.*Use one of \[1, 2\]"),
+    ({}, {"expert_zero3_size": 1}, r"expert_zero3_size=1, but the model has no experts"),
+    ({}, {"zero3_size": None, "groups": mock.Mock(), "expert_zero3_size": 1}, "groups already determine"),
     ({}, {"units": lambda name, module: False}, "must be the only parameter of its unit on both"),
 ]
 

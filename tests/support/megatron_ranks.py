@@ -41,6 +41,7 @@ class Case:
     cp: int = 1
     chunks: int = 1
     zero3_size: int = 2
+    expert_zero3_size: int | None = None
     micro_batches: int = 4
     steps: int = 3
     tied: bool = True
@@ -273,6 +274,7 @@ def make_ours(
         modules,
         config,
         zero3_size=case.zero3_size,
+        expert_zero3_size=case.expert_zero3_size,
         accumulation=case.accumulation,
         align_grad_reduce=case.align,
         align_param_refresh=case.align,
