@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from layerzero.comm.agreement import CHECKPOINT_TIMEOUT, agreed, has_peers, require_equal
+from layerzero.comm.agreement import agreed, has_peers, require_equal
 from layerzero.comm.codecs import DifferenceCodec, ParamRows
 from layerzero.comm.collectives import (
     Collective,
@@ -141,7 +141,6 @@ from layerzero.utils.text_tables import size_text, table
 
 __all__ = [
     "ACCUMULATIONS",
-    "CHECKPOINT_TIMEOUT",
     "COMPARE_EVERY",
     "REFRESHES_IN_FLIGHT",
     "Accumulation",

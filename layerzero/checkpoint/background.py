@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from layerzero.checkpoint.rank_tree import SAVES, RankTree
+from layerzero.checkpoint.rank_tree import FILES, RankTree
 from layerzero.extend import (
     LayerZeroState,
     LocalShard,
@@ -102,14 +102,14 @@ class Staging(StepObserver):
         device: device of the model.
 
     Attributes:
-        tree: connections of saves and snapshots, or None before the first one; see :func:`rank_tree`.
+        tree: connections of saves, loads and snapshots, or None before the first one; see :func:`rank_tree`.
         tags: unused tags of messages along the tree.
         pending: save that reads this memory, or None after :meth:`finish`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tree: RankTree | None = None
-        self.tags = itertools.count(SAVES + 1)
+        self.tags = itertools.count(FILES + 1)
         self.pending: PendingSave | None = None
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
@@ -160,7 +160,7 @@ def staging_of(lz_state: LayerZeroState) -> Staging:
 
 
 def rank_tree(lz_state: LayerZeroState) -> RankTree:
-    """Return the connections of saves and snapshots. All ranks must call this function.
+    """Return the connections of saves, loads and snapshots. All ranks must call this function.
 
     The ranks create them at first use, and again if an exchange has failed on any rank. They first exchange whether
     they have them.

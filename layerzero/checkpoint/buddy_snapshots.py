@@ -459,8 +459,14 @@ class Buddies:
             if not text and self._is_first_on_node:
                 created.append(folder / MANIFEST)
                 (folder / MANIFEST).write_text(intact)
-        manifest = Manifest.read(folder, parts=True)
-        fetch = partial(self._fetch, manifest, created)
+        with self._raising_on_all_ranks():
+            manifest = Manifest.read(folder, parts=True)
+
+        def fetch(wanted: Set[str]) -> None:
+            assert self._tree is not None
+            with self._tree.failing_together():
+                self._fetch(manifest, created, wanted)
+
         fetch({CONTENTS})
         description = f"snapshot {token} in {self.folder}"
         return prepare_load_from(

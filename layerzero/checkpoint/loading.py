@@ -17,16 +17,17 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from layerzero import ShardedOptimizer
-from layerzero.checkpoint.background import finish_pending
+from layerzero.checkpoint.background import finish_pending, rank_tree
 from layerzero.checkpoint.contents import CheckpointContents, num_saving_ranks
 from layerzero.checkpoint.errors import CheckpointError, escape_unprintable
 from layerzero.checkpoint.json_codec import has_own_values
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments
+from layerzero.checkpoint.rank_tree import RankTree
 from layerzero.checkpoint.restore import NO_OPTIMIZER_STATE, RestorePlan
 from layerzero.checkpoint.safetensors_files import CheckpointFiles
 from layerzero.checkpoint.state_names import RankLocalNames
-from layerzero.extend import CHECKPOINT_TIMEOUT, LayerZeroState, ParamView, get_state
+from layerzero.extend import LayerZeroState, ParamView, get_state, has_peers
 
 _LOG = logging.getLogger("layerzero")
 _OTHER_MODEL = "Use a separate folder for each model"
@@ -138,10 +139,9 @@ def prepare_load_from(
     """
     lz_state = get_state(model)
     model_ranks = lz_state.ranks
-    fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     source: Source | None = None
     restore: RestorePlan | None = None
-    with agreed("checkpoint.load", lz_state, fields):
+    with agreed("checkpoint.load", lz_state, {"with an optimizer": optimizer is not None, "strict": strict}):
         finish_pending(lz_state)
         check_checkpoint_arguments(lz_state, optimizer)
         if ParamView.EMA in lz_state.status.active_views:
@@ -149,6 +149,8 @@ def prepare_load_from(
                 "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
                 "the loaded weights. Leave the context first"
             )
+    tree = rank_tree(lz_state) if has_peers(model_ranks.ranks) else None
+    with agreed("checkpoint.load", lz_state, fields := dict[str, Any](), tree):
         source = open_source()
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
@@ -165,11 +167,11 @@ def prepare_load_from(
         if restore.problems and strict:
             raise ValueError(escape_unprintable(_mismatch_message(path, optimizer, restore)))
     assert source is not None and restore is not None
-    with agreed("checkpoint.load", lz_state, min_timeout=CHECKPOINT_TIMEOUT):
+    with agreed("checkpoint.load", lz_state, tree=tree):
         source.read(restore.tensors, restore.in_place)
         if tied_problems := restore.tied_weight_problems():
             raise ValueError(escape_unprintable("; ".join(tied_problems)))
-    return PreparedLoad(lz_state, optimizer, source, restore, path)
+    return PreparedLoad(lz_state, optimizer, source, restore, path, tree)
 
 
 def _mismatch_message(path: str, optimizer: ShardedOptimizer | None, restore: RestorePlan) -> str:
@@ -193,6 +195,7 @@ class PreparedLoad:
     source: Source
     restore: RestorePlan
     path: str
+    tree: RankTree | None
 
     def commit(self) -> Any:
         """Write the values into the model and the optimizer; return ``extra``.
@@ -202,7 +205,7 @@ class PreparedLoad:
         """
         lz_state, optimizer, restore = self.lz_state, self.optimizer, self.restore
         extra: Any = None
-        with agreed("checkpoint.load", lz_state):
+        with agreed("checkpoint.load", lz_state, tree=self.tree):
             extra = restore.restore_extra_states()  # a module's set_extra_state may fail on this rank only
         previous_errors = lz_state.status.load_error, None if optimizer is None else optimizer.load_error
         message = escape_unprintable(
@@ -210,7 +213,7 @@ class PreparedLoad:
             "or another checkpoint before you continue"
         )
         self._set_load_errors(message, message)
-        with agreed("checkpoint.load", lz_state, min_timeout=CHECKPOINT_TIMEOUT):
+        with agreed("checkpoint.load", lz_state, tree=self.tree):
             try:
                 self.source.reread()
             except Exception as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from layerzero import ShardedOptimizer
 from layerzero.checkpoint.errors import CheckpointError, PathTakenError, RankLostError, UnsupportedFormatError
+from layerzero.checkpoint.rank_tree import FILES, RankTree
 from layerzero.extend import LayerZeroState, ParamView, require_equal, require_numpy
 
 PathLike = str | os.PathLike[str]
@@ -30,42 +31,46 @@ def agreed(
     subject: str,
     lz_state: LayerZeroState,
     fields: Mapping[str, object] | None = None,
-    *,
-    min_timeout: timedelta = timedelta(0),
+    tree: RankTree | None = None,
 ) -> Iterator[None]:
     """Run the body on all ranks, and raise an error on all ranks if the body failed on any rank or `fields` differ.
 
     The body may add entries to `fields`. In contrast to :func:`layerzero.extend.agreed`, all ranks raise an error of a
-    class that callers handle, and the loss of a rank is raised at once.
+    class that callers handle.
 
     Args:
-        min_timeout: see :func:`layerzero.extend.require_equal`.
+        tree: connections through which the ranks agree. If None, the ranks agree through the store.
 
     Raises:
         ValueError: `fields` differ between ranks.
         Exception: the error of the body.
+        RankLostError: an exchange along the `tree` has failed at once, because a rank was interrupted or has ended.
         RuntimeError: another rank failed or did not take part. If callers handle the class of that rank's error, such
             as CheckpointError, an error of that class is raised instead.
     """
     failure: Exception | None = None
     try:
-        yield
-    except RankLostError:
-        raise
+        with nullcontext() if tree is None else tree.failing_together():
+            try:
+                yield
+            except RankLostError:
+                raise
+            except Exception as error:
+                failure = error
+        gather = None if tree is None else partial(tree.all_gather, FILES)
+        require_equal(subject, dict(fields or {}), ranks=lz_state.ranks.ranks, failure=failure, gather=gather)
     except Exception as error:
-        failure = error
-    try:
-        ranks = lz_state.ranks.ranks
-        require_equal(subject, dict(fields or {}), ranks=ranks, failure=failure, min_timeout=min_timeout)
-    except RuntimeError as error:
+        if tree is not None and tree.failure:  # this rank's own error may be another, but other ranks raise this one
+            raise tree.error(f"{subject} has failed: ") from error
+        if failure is not None or isinstance(error, RankLostError):
+            raise
+        if isinstance(error, ValueError) and " extra" in str(error):
+            advice = "Mark values that differ between ranks with layerzero.checkpoint.per_rank"
+            raise ValueError(f"{error}. {advice}") from None
         for kind in _HANDLED:  # so that all ranks can try another checkpoint or another path
-            if failure is None and f"failed with {kind.__name__}:" in str(error):
+            if isinstance(error, RuntimeError) and f"failed with {kind.__name__}:" in str(error):
                 raise kind(str(error)) from None
         raise
-    except ValueError as error:
-        if failure is not None or " extra" not in str(error):
-            raise
-        raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
 def check_checkpoint_arguments(lz_state: LayerZeroState, optimizer: object) -> None:

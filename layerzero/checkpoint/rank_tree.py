@@ -31,7 +31,7 @@ import torch
 from layerzero.checkpoint.errors import CheckpointError, RankLostError
 from layerzero.extend import Communicator, ModelGroups, ModelRanks, receive, send
 
-SAVES = 0  # tag of the messages of saves, which do not overlap
+FILES = 0  # tag of the messages of saves and loads, which do not overlap
 _MESSAGE = "values of a checkpoint"
 _FAN_OUT = 4  # maximum number of ranks in a group
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
@@ -155,15 +155,15 @@ class RankTree:
             RankLostError: an exchange has failed, here or on another rank. The message names the rank where it began.
         """
         if self.failure:
-            raise self._error()
+            raise self.error()
         try:
             yield
         except (FailedRanksError, CheckpointError):  # raised on all ranks
             raise
         except BaseException as error:
             self.fail(error)
-            if isinstance(error, RuntimeError):
-                raise self._error() from error
+            if isinstance(error, Exception):
+                raise self.error() from error
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -192,8 +192,9 @@ class RankTree:
             for held in groups:
                 held.close_connections()
 
-    def _error(self) -> RankLostError:
-        return RankLostError(f"{self.failure}. Read the last output of that rank")
+    def error(self, subject: str = "") -> RankLostError:
+        """Return the error to raise on this rank after an exchange has failed. Its message starts with `subject`."""
+        return RankLostError(f"{subject}{self.failure}. Read the last output of that rank")
 
     def _send(self, comm: Communicator, member: int, tag: int, values: list[Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)

@@ -10,7 +10,6 @@ the loaded one.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from layerzero import ShardedOptimizer
+from layerzero.checkpoint.background import finish_pending, rank_tree
 from layerzero.checkpoint.errors import CheckpointError, RankLostError, UnsupportedFormatError
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.manifest import MANIFEST, Manifest
@@ -32,6 +32,7 @@ from layerzero.checkpoint.publish import (
     require_only_checkpoint_files,
 )
 from layerzero.checkpoint.rank_agreement import PathLike, agreed
+from layerzero.checkpoint.rank_tree import FILES
 from layerzero.extend import LayerZeroState, get_state
 
 _LOG = logging.getLogger("layerzero")
@@ -193,13 +194,16 @@ def load_latest(
     manifests: dict[Path, Manifest] = {}  # on the first rank, in the order of tries
     broken: dict[Path, str] = {}  # on the first rank: reasons
     with agreed("checkpoint.load_latest", lz_state, {"folder": os.fspath(folder)}):
+        finish_pending(lz_state)
+    tree = rank_tree(lz_state)
+    with agreed("checkpoint.load_latest", lz_state, tree=tree):
         if lz_state.ranks.rank == 0:
             if (folder / MANIFEST).exists():
                 raise CheckpointError(
                     f"{folder} is a checkpoint. Pass its parent folder, or call layerzero.checkpoint.load"
                 )
             manifests, broken = _candidates(folder)
-    names = _broadcast_texts(lz_state, [path.name for path in manifests])
+    names = tree.all_gather(FILES, [path.name for path in manifests])[0]
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
@@ -209,7 +213,10 @@ def load_latest(
         if reason:
             damaged[path] = reason
     else:
-        reasons = [*damaged.values(), *_broadcast_texts(lz_state, [f"{each}: {why}" for each, why in broken.items()])]
+        reasons = [
+            *damaged.values(),
+            *rank_tree(lz_state).all_gather(FILES, [f"{each}: {why}" for each, why in broken.items()])[0],
+        ]
         if not reasons:
             return None
         raise CheckpointError(
@@ -218,9 +225,10 @@ def load_latest(
     unusable = _newer_nonfinite(manifests, loaded=path)
     unusable |= {each: f"is damaged ({why})" for each, why in (damaged | broken).items()}
     first_rank = lz_state.ranks.rank == 0
-    moved = _broadcast_texts(
-        lz_state, [_set_aside(each, manifests.get(each), why) for each, why in unusable.items()] if first_rank else []
-    )
+    tree = rank_tree(lz_state)
+    with tree.failing_together():
+        moved = [_set_aside(each, manifests.get(each), why) for each, why in unusable.items()] if first_rank else []
+    moved = tree.all_gather(FILES, moved)[0]
     for message in moved if first_rank else ():
         _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
@@ -246,12 +254,6 @@ def _candidates(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:
     return {manifest.folder: manifest for manifest in tried}, broken
 
 
-def _broadcast_texts(lz_state: LayerZeroState, texts: list[str]) -> list[str]:
-    """Return the first rank's `texts` on every rank."""
-    first_rank_texts: list[str] = json.loads(lz_state.ranks.all_gather_text(json.dumps(texts))[0])
-    return first_rank_texts
-
-
 def try_load(lz_state: LayerZeroState, load: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
@@ -268,7 +270,7 @@ def try_load(lz_state: LayerZeroState, load: Callable[..., Any], *args: Any, **k
     except Exception as error:
         own_kind = next(kind for kind, error_type in _KINDS.items() if isinstance(error, error_type))
         # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
-        outcomes = [json.loads(text) for text in lz_state.ranks.all_gather_text(json.dumps([own_kind, str(error)]))]
+        outcomes = rank_tree(lz_state).all_gather(FILES, [own_kind, str(error)])
         if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
             raise
     if unknown := next((reason for kind, reason in outcomes if kind == "unknown"), ""):

@@ -21,7 +21,7 @@ from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.publish import require_only_checkpoint_files
 from layerzero.checkpoint.rank_agreement import PathLike, agreed, check_checkpoint_arguments
-from layerzero.checkpoint.rank_tree import SAVES, FailedRanksError, RankTree
+from layerzero.checkpoint.rank_tree import FILES, FailedRanksError, RankTree
 from layerzero.checkpoint.run_folder import clear_leftovers, rotate
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.extend import get_state
@@ -205,8 +205,8 @@ def _write_on_all_ranks(writer: CheckpointWriter, tree: RankTree) -> None:
     first = writer.rank == 0
     try:
         with tree.failing_together():
-            token, kept = tree.map_and_merge(SAVES, writer.plan, writer.merge_plans)
-            tree.map_and_merge(SAVES, lambda: writer.write(token, kept), writer.finish)
+            token, kept = tree.map_and_merge(FILES, writer.plan, writer.merge_plans)
+            tree.map_and_merge(FILES, lambda: writer.write(token, kept), writer.finish)
     except FailedRanksError as error:
         if first:
             writer.discard()

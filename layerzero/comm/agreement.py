@@ -2,7 +2,7 @@
 
 Collectives abort or hang if sizes or dtypes differ between ranks. The check therefore uses the store, whose waits time
 out with an error. Every rank publishes an entry that describes its next operation, the first rank compares the entries,
-and every rank reads the verdict.
+and every rank reads the verdict. Loads of checkpoints instead pass a function that gathers the entries.
 
 [Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -26,10 +26,6 @@ from torch.distributed.distributed_c10d import Store
 from layerzero.comm.failure_report import RankStatus, format_ranks, publish_status, read_statuses
 from layerzero.comm.waits import NonCollectiveWait, WaitCycleError, raise_verdict, waiting
 from layerzero.utils.torch_compat import default_store
-
-# Minimum of timeouts while ranks write or read the files of a checkpoint, which may take one rank longer than others.
-# Other waits have the timeout of the default group, so that a rank that does not take part is reported early.
-CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 _AGREED = "agreed"
 _COMPARE = "compare"
@@ -56,7 +52,7 @@ def require_equal(
     ranks: Sequence[int],
     groups: Mapping[str, Mapping[str, object]] | None = None,
     failure: Exception | None = None,
-    min_timeout: timedelta = timedelta(0),
+    gather: Callable[[str], Sequence[str]] | None = None,
     advice: str = "",
     detail: str = "",
 ) -> None:
@@ -69,7 +65,7 @@ def require_equal(
             the same `ranks` must also have the same order on every rank.
         groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
         failure: error to raise on this rank, or None. The other ranks then raise an error that quotes this error.
-        min_timeout: time to wait for the other ranks, if the timeout of the store is shorter.
+        gather: function that returns the texts of all `ranks`, for the text of this rank, without the store.
         advice: advice for the user, appended to the message if the ranks disagree. It is separate from `subject`,
             because other messages also quote the subject.
         detail: what this rank's operation is about, which may differ between ranks. The message contains it if the
@@ -84,7 +80,7 @@ def require_equal(
             raise failure
         return
     try:
-        verdict = _exchange_fields(subject, detail, {**(groups or {}), _ALL: fields}, ranks, failure, min_timeout)
+        verdict = _exchange_fields(subject, detail, {**(groups or {}), _ALL: fields}, ranks, failure, gather)
     except RuntimeError as error:
         if failure is None:
             raise
@@ -127,11 +123,26 @@ def _exchange_fields(
     groups: Mapping[str, Mapping[str, object]],
     ranks: Sequence[int],
     failure: Exception | None,
-    min_timeout: timedelta,
+    gather: Callable[[str], Sequence[str]] | None,
 ) -> str:
-    """Publish the fields of this rank and return the first rank's verdict. See [Note: Lifetime of store keys]."""
+    """Exchange the fields of all ranks, and return the verdict."""
+    error = None if failure is None else f"{type(failure).__name__}: {failure}"
+    entry = json.dumps({"error": error, "subject": subject, "detail": detail, "groups": groups}, sort_keys=True)
+    # Send digests first. The full text follows only if they differ.
+    own_digests = {name: _digest([subject, fields]) for name, fields in groups.items()}
+    digests = "failed" if failure else json.dumps(own_digests)
+    if gather is None:
+        return _exchange_in_store(subject, digests, entry, ranks)
+    verdict = _verdict_from_digests(dict(zip(ranks, gather(digests), strict=True)))
+    if verdict == _COMPARE:
+        verdict = _describe_difference(subject, dict(zip(ranks, gather(entry), strict=True)))
+    return verdict
+
+
+def _exchange_in_store(subject: str, own_digests: str, entry: str, ranks: Sequence[int]) -> str:
+    """Publish the texts of this rank and return the first rank's verdict. See [Note: Lifetime of store keys]."""
     store = default_store()
-    timeout: timedelta = max(store.timeout, min_timeout)  # type: ignore[attr-defined]
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:
@@ -139,12 +150,7 @@ def _exchange_fields(
         call_number = store.add(f"{scope}/turn/{rank}", 1)
         prefix = f"{scope}/{call_number}"
         publish_status(RankStatus(subject, answer=f"{prefix}/first"))
-
-        error = None if failure is None else f"{type(failure).__name__}: {failure}"
-        entry = json.dumps({"error": error, "subject": subject, "detail": detail, "groups": groups}, sort_keys=True)
-        # Send digests first. The full text follows only if they differ.
-        own_digests = {name: _digest([subject, fields]) for name, fields in groups.items()}
-        store.set(f"{prefix}/digest/{rank}", "failed" if failure else json.dumps(own_digests))
+        store.set(f"{prefix}/digest/{rank}", own_digests)
         if rank == ranks[0]:
             digests = _collect_texts(store, f"{prefix}/digest", ranks, timeout, subject)
             store.set(f"{prefix}/first", _verdict_from_digests(digests))

@@ -26,12 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.agreement import CHECKPOINT_TIMEOUT, require_equal
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Collective, Communicator, all_reduce, broadcast, connect
 from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, group_count_fields
 from layerzero.comm.traffic_counters import TrafficCounters
+
+# Minimum of timeouts while ranks write or read the files of a checkpoint, which may take one rank longer than others.
+# Other waits have the timeout of the default group, so that a rank that does not take part is reported early.
+_CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +132,7 @@ class ModelRanks:
     ) -> list[Communicator]:
         """Create gloo communicators for checkpoints, which separate threads use. All ranks must call this method.
 
-        They are for transfers between two ranks, whose timeout is at least CHECKPOINT_TIMEOUT.
+        They are for transfers between two ranks, whose timeout is at least an hour.
 
         Args:
             subject: purpose, which starts the message if other ranks create other groups.
@@ -138,7 +142,7 @@ class ModelRanks:
         """
         require_equal(subject, {}, ranks=self.ranks, groups=group_count_fields(*members))
         like, counters = self.mesh_info.zero3_control_comm.group, TrafficCounters()  # which other threads may update
-        new = [_new_gloo_group(groups, ranks, like, CHECKPOINT_TIMEOUT) for ranks in members]
+        new = [_new_gloo_group(groups, ranks, like, _CHECKPOINT_TIMEOUT) for ranks in members]
         groups.create_deferred()
         return [Communicator.over(subject, "control", group, counters, "cpu") for group in new]
 

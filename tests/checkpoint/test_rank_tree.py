@@ -7,8 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from layerzero.comm import process_groups
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.counting_store import counted_store
-from tests.support.crashing import survivors
+from tests.support.crashing import SOON, fails_at, failure_of, interrupt, kill, survivors
 from tests.support.models import different, integer_net, train
 from tests.support.ranks import mesh_of, on_ranks
 
@@ -105,7 +104,7 @@ def test_the_next_save_connects_again_after_an_exchange_that_any_error_has_inter
     model, _ = sharded_net(2)
     tree = rank_tree(get_state(model))
     if rank == 1:
-        with pytest.raises(TypeError):
+        with pytest.raises(checkpoint.CheckpointError, match="rank 1 failed with TypeError"):
             tree.gather(1, object())  # stands for an error between two messages, such as KeyboardInterrupt
         assert tree.failure
     else:
@@ -184,42 +183,6 @@ def test_connections_that_have_failed_are_replaced_for_saves_and_snapshots(rank:
     buddies.close()
 
 
-SOON = 10.0  # seconds on a busy machine; the timeout of transfers is an hour
-
-
-@contextmanager
-def _fails_at(owner: object, name: str, turn: int, fail: Callable[[], object]) -> Iterator[None]:
-    """Call `fail` instead of call number `turn` of a function."""
-    real, turns = getattr(owner, name), iter(range(turn + 1))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(turns, None) == turn:
-            fail()
-        return real(*args, **kwargs)
-
-    with mock.patch.object(owner, name, call):
-        yield
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt("by hand")
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _failure_of(act: Callable[[], object]) -> str:
-    """Return the error of `act`, which must be raised soon."""
-    began, said = time.monotonic(), "nothing was raised"
-    try:
-        act()
-    except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-    assert time.monotonic() - began < SOON, said
-    return said
-
-
 # Groups of 9 ranks: (0, 1, 2, 3), (4, 5, 6, 7) and (0, 4, 8). Rank 4 sends two parts in two messages to rank 0.
 @pytest.mark.parametrize(
     ("bad", "turn"),
@@ -232,8 +195,8 @@ def test_an_error_between_two_messages_is_raised_by_all_ranks_at_once(
     model, optimizer = sharded_net(3)
     save: Callable[..., None] = partial(checkpoint.save, model=model, optimizer=optimizer)
     save(tmp_path / "one")
-    with _fails_at(RankTree, "_send", turn if rank == bad else 1000, _interrupt):
-        said = _failure_of(lambda: save(tmp_path / "two"))
+    with fails_at(RankTree, "_send", turn if rank == bad else 1000, interrupt):
+        said = failure_of(lambda: save(tmp_path / "two"))
     if rank == bad:
         assert said == "KeyboardInterrupt: by hand"
     else:
@@ -258,8 +221,8 @@ def test_a_rank_that_cannot_connect_is_named_by_all_ranks_and_the_next_save_conn
         raise OSError("Too many open files")
 
     for turn in (0, 1) if bad != 5 else (0,):  # rank 5 belongs to one group
-        with _fails_at(process_groups, "create_group", turn if rank == bad else 1000, fail):
-            said = _failure_of(lambda: save("one"))
+        with fails_at(process_groups, "create_group", turn if rank == bad else 1000, fail):
+            said = failure_of(lambda: save("one"))
         assert "OSError: Too many open files" in said, said
         assert rank == bad or f"rank {bad} failed with OSError" in said, said
         assert rank == bad or said.startswith("RankLostError: "), said
@@ -279,7 +242,7 @@ def _saves_until_killed(folder: Path, where: str, rank: int) -> str:
     began = time.monotonic()
     try:
         soon = mock.patch.object(process_groups, "_TO_CONNECT", timedelta(seconds=1))
-        with soon, _fails_at(owner, name, turn if rank == 5 else 1000, _kill):
+        with soon, fails_at(owner, name, turn if rank == 5 else 1000, kill):
             checkpoint.save(folder / "one", model, optimizer)
     except checkpoint.CheckpointError as error:
         return f"{time.monotonic() - began} {error}"
@@ -314,13 +277,13 @@ def test_an_interrupt_ends_the_wait_for_another_rank(rank: int, tmp_path: Path) 
     if rank == 0:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-        said = _failure_of(lambda: save(tmp_path / "two"))
+        said = failure_of(lambda: save(tmp_path / "two"))
         assert said.startswith("KeyboardInterrupt"), said
         ended.touch()
         signal.signal(signal.SIGINT, before)
     else:
         with mock.patch.object(CheckpointWriter, "plan", waits):
-            said = _failure_of(lambda: save(tmp_path / "two"))
+            said = failure_of(lambda: save(tmp_path / "two"))
         assert "rank 0 failed with KeyboardInterrupt" in said, said
     save(tmp_path / "three")
 
@@ -334,24 +297,24 @@ def test_snapshots_end_on_all_ranks_if_one_is_interrupted_or_cannot_connect(rank
     dist.barrier()
     create = partial(checkpoint.Buddies, model, optimizer, name="run", memory=place)
     checkpoint.save(tmp_path / "one", model, optimizer)  # connects the tree
-    with _fails_at(process_groups, "create_group", 0 if rank == 1 else 1000, _interrupt):
-        said = _failure_of(create)
+    with fails_at(process_groups, "create_group", 0 if rank == 1 else 1000, interrupt):
+        said = failure_of(create)
     assert said.startswith("KeyboardInterrupt: by hand" if rank == 1 else "RankLostError: rank 1 failed with Keyb"), (
         said
     )
     buddies = create()
     buddies.snapshot(1)
     buddies.wait()
-    with _fails_at(buddy_snapshots, "transfer", 0 if rank == 2 else 1000, _interrupt):
+    with fails_at(buddy_snapshots, "transfer", 0 if rank == 2 else 1000, interrupt):
         buddies.snapshot(2)
-        said = _failure_of(buddies.wait)
+        said = failure_of(buddies.wait)
     assert said.startswith("KeyboardInterrupt: by hand" if rank == 2 else "RankLostError: rank 2 failed with Keyb"), (
         said
     )
     found = buddies.load()
     assert found is not None and found.extra == 1
-    with _fails_at(checkpoint.Buddies, "_write", 0 if rank == 3 else 1000, _interrupt):
-        said = _failure_of(partial(buddies.snapshot, 3))
+    with fails_at(checkpoint.Buddies, "_write", 0 if rank == 3 else 1000, interrupt):
+        said = failure_of(partial(buddies.snapshot, 3))
     assert said.startswith("KeyboardInterrupt: by hand" if rank == 3 else "RankLostError: rank 3 failed with Keyb"), (
         said
     )

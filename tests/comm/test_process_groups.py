@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import layerzero
-from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Communicator
 from layerzero.engine.hooks import get_state
 from layerzero.utils.torch_compat import default_store
@@ -148,13 +146,3 @@ def test_ranks_with_different_options_and_bad_options_raise_on_all_ranks(rank: i
     for bad in ({"shard": _Options()}, {"zero3": object()}, _Options()):
         with pytest.raises(ValueError, match="pg_options"):
             layerzero.init_mesh(2, "cpu", pg_options=bad)  # type: ignore[arg-type]
-
-
-# --- Timeouts ---
-
-
-@on_ranks(world_size=2, pg_timeout=3)
-def test_an_agreement_may_wait_longer_than_the_default_group(rank: int) -> None:
-    if rank == 1:
-        time.sleep(4)
-    require_equal("a long write", {}, ranks=[0, 1], min_timeout=timedelta(seconds=60))

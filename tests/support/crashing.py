@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+SOON = 10.0  # seconds on a busy machine; the timeout of transfers is an hour
 CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # functions of os that change the disk
 SURVIVED, RAISED, WRONG, TAKEN = 0, 7, 8, 9
 TIMEOUT = timedelta(seconds=20)
@@ -59,6 +61,39 @@ def die_at(turn: int, *, half: bool) -> None:
 
     for name in CALLS:
         setattr(os, name, deadly(name))
+
+
+@contextmanager
+def fails_at(owner: object, name: str, turn: int, fail: Callable[[], object]) -> Iterator[None]:
+    """Call `fail` before call number `turn` of a function."""
+    real, turns = getattr(owner, name), iter(range(turn + 1))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(turns, None) == turn:
+            fail()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt("by hand")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failure_of(act: Callable[[], object]) -> str:
+    """Return the error of `act`, which must be raised soon."""
+    began, said = time.monotonic(), "nothing was raised"
+    try:
+        act()
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - began < SOON, said
+    return said
 
 
 @contextmanager
