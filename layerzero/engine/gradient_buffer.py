@@ -139,7 +139,9 @@ class GradientBuffer:
 
     def clear(self, slots: Iterable[int] | None = None) -> None:
         """Mark `slots` as empty; None means all slots."""
-        for slot in range(len(self._states)) if slots is None else slots:
+        if slots is None:
+            self._states = bytearray(len(self._states))
+        for slot in slots or ():
             self._states[slot] = SlotState.EMPTY
 
     # Kernels that accumulate into the buffer themselves

@@ -472,6 +472,23 @@ def test_who_holds_a_gradient_sees_in_it_what_a_later_backward_has_added(rank: i
         assert seen and all(torch.equal(seen[n], model.get_parameter(n).grad.full_tensor()) for n in seen), settings
 
 
+@on_ranks(world_size=2)
+def test_only_the_gradient_that_was_zeroed_can_be_read_before_the_reduction(rank: int) -> None:
+    model = shard(blocks(1), 2)
+    linear = model.units[0].linear
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 0)
+    linear.weight.grad.zero_()
+    linear.weight.grad.to_local().sum()  # may be read
+    with pytest.raises(RuntimeError, match="not reduced yet"):  # of the same handle
+        linear.bias.grad.to_local().sum()
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 1)
+    for gradient in (linear.weight.grad, linear.bias.grad):
+        with pytest.raises(RuntimeError, match="not reduced yet"):
+            gradient.to_local().sum()
+
+
 @on_ranks(world_size=WORLD)
 def test_an_edit_between_forward_and_backward_is_an_error(rank: int) -> str:
     for size in (1, 2, 4):
