@@ -253,9 +253,10 @@ class Codecs:
             If there is one replica, the setting has no effect.
         refresh: encoding of refreshed weights, which cross nodes. With ``"lossless"``, each rank sends compressed
             differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical
-            to those without the setting. Compression is fastest with the package zstandard. Only models that compute
-            in bf16 or fp16 on the CPU, with gloo, are supported. :class:`Int4Difference` sends 4-bit differences, so
-            compute weights are no longer equal to the cast masters. If there is one replica, the setting has no effect.
+            to those without the setting. Compression is fastest with the package zstandard, and runs only on CPUs, with
+            gloo. :class:`Int4Difference` sends 4-bit differences, on CPUs or a device, so compute weights are no longer
+            equal to the cast masters. The model must compute in bf16 or fp16. If there is one replica, the setting has
+            no effect.
 
     Raises:
         TypeError, ValueError: a field is not a codec.

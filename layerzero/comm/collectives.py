@@ -190,7 +190,7 @@ class _StreamGather:
     """All-gather on the stream of its communicator. See [Note: Collectives on streams of the engine].
 
     Args:
-        function: function that calls the collective.
+        functions: functions to call in order; one of them calls the collective.
         tensors: tensors that the collective uses. Their memory is not reused before the collective has completed, even
             if the gather is dropped before a wait.
         after: collective that writes to one of the tensors, if any.
@@ -199,7 +199,7 @@ class _StreamGather:
     def __init__(
         self,
         communicator: Communicator,
-        function: Callable[[], object],
+        functions: Sequence[Callable[[], object]],
         tensors: tuple[Tensor, ...],
         after: PendingCollective | None,
     ) -> None:
@@ -211,7 +211,8 @@ class _StreamGather:
             if after is not None:
                 after.make_stream_wait()
             _wait_for_last(group)
-            function()
+            for function in functions:
+                function()
 
         self._stream.wait_current()
         self._stream.run(launch)
@@ -493,6 +494,8 @@ def all_gather(
     only_reads_shard: bool = False,
     parts: Sequence[int] | None = None,
     after: PendingCollective | None = None,
+    encode: Callable[[], object] | None = None,
+    decode: Callable[[], object] | None = None,
 ) -> PendingCollective:
     """Start an all-gather of `shard` [n] into `out` [size * n]. The caller waits for the result.
 
@@ -503,8 +506,11 @@ def all_gather(
         parts: number of elements in the shard of each rank, or None if all shards have the same size.
         after: collective that writes to `shard` and for which the caller has not waited. The gather waits for it. Must
             be None unless ``comm.uses_streams`` is True.
+        encode: function that writes `shard`. The stream of the communicator runs it before the all-gather. Must be None
+            unless ``comm.uses_streams`` is True.
+        decode: function that reads `out`, which the same stream runs after the all-gather.
     """
-    assert after is None or comm.uses_streams
+    assert comm.uses_streams or (after, encode, decode) == (None, None, None)
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
     with launching(comm, collective, name, sent, on_stream=comm.uses_streams) as launched:
         if not comm.is_gloo or (parts is None and comm.size > 2 and not only_reads_shard):
@@ -513,8 +519,9 @@ def all_gather(
                 if parts is None
                 else _gather_unequal(comm, torch.split(out, list(parts)), shard)
             )  # see [Note: In-place gathers] and [Note: Unequal parts]
+            functions = (encode, partial(function, async_op=False), decode)
             work: Transfer = (
-                _StreamGather(comm, partial(function, async_op=False), (out, shard), after)
+                _StreamGather(comm, [each for each in functions if each is not None], (out, shard), after)
                 if comm.uses_streams
                 else function(async_op=True)
             )

@@ -31,7 +31,7 @@ class RefreshInput:
     name: str  # name of the unit, for messages and traces
     shard: Tensor  # ZeRO-3 shard, 1-D, in a 16-bit dtype
     sizes: list[int]  # number of elements in the part of each replica
-    master: Tensor  # masters of this rank's part, 1-D
+    cast: Callable[[Tensor], None]  # writes the masters of this rank's part to a 1-D tensor in the dtype of `shard`
     in_full: bool  # True if this rank asks for a full refresh
     compares: bool  # True if the ranks compare digests; the same on all ranks
     # Last change of each weight of the ZeRO-3 shard, int16, equal on all replicas; None if the codec does not predict.
@@ -44,10 +44,13 @@ class EncodedRefresher(Protocol):
     Attributes:
         lossless: True if compute weights equal the cast masters after each refresh.
         predicts: True if refreshes need the last change of each weight.
+        on_device: True if refreshes run on a stream of a device, and not in threads. The host then knows the size of
+            each message in advance. It sends full refreshes itself, which all ranks must request alike.
     """
 
     lossless: bool
     predicts: bool
+    on_device: bool
 
     def launch(self, given: RefreshInput) -> PendingRefresh:
         """Start a refresh. All ranks along the replica axis must call this method for the same units in one order."""

@@ -349,7 +349,7 @@ class Handle:
         """
         assert self.state is GatherState.SHARDED
         if outside_step or self.edited:
-            self._drop_differences()
+            self._drop_differences(agreed=outside_step)
         self.weights.launch_refresh()
         self.tracker.record_refresh()
         self.weights.invalidate_graphs()
@@ -357,13 +357,13 @@ class Handle:
     def defer_refresh(self) -> None:
         """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs fail."""
         if self.edited:
-            self._drop_differences()
+            self._drop_differences(agreed=False)
         self.tracker.record_step()
         self.weights.invalidate_graphs()
 
-    def _drop_differences(self) -> None:
+    def _drop_differences(self, *, agreed: bool) -> None:
         """Let the next refresh send weights instead of differences, and drop the errors of encoded gradients."""
-        self.weights.refresh_in_full = True
+        self.weights.request_full_refresh(agreed=agreed)
         if self.gradients is not None:
             self.gradients.clear_residual()
 

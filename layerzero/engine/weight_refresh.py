@@ -123,7 +123,7 @@ class WeightRefresher:
             if not done:
                 self._steps -= 1  # only this rank may have raised, and it may repeat the step
                 for handle in updated:
-                    handle.weights.refresh_in_full = True
+                    handle.weights.request_full_refresh(agreed=False)
             # A refresh that has begun must be completed, because the other ranks take part in all of its collectives.
             # If the optimizer raised before the refresh, the updated masters are refreshed before the next forward.
             if refresh is not None and (done or refresh.left is not None):
@@ -155,6 +155,8 @@ class WeightRefresher:
         edited = [handle for handle in self._handles if handle.edited]
         if edited or always_compares:
             self._require_equal_edits(subject, edited)
+        for handle in edited:
+            handle.weights.request_full_refresh(agreed=True)
         self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
 
     def _require_equal_edits(self, subject: str, edited: Sequence[Handle]) -> None:

@@ -48,7 +48,7 @@ class WeightStorage:
         options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         label: name of the unit, for traces.
         updated_on_host: True if the master is stored in host memory when the optimizer is offloaded.
-        refresher: object that encodes refreshes, or None. It requires weights and masters in host memory.
+        refresher: object that encodes refreshes, or None.
         extension: all-gather extension of the only parameter in `layout`, which gathers the shard, or None. With an
             extension, there is no full buffer.
         previous: weights whose shards are copied instead of rows of `parameters`, or None.
@@ -90,7 +90,7 @@ class WeightStorage:
         self.refresher = refresher
         self.refresh_in_full = True
         self._refreshing: PendingRefresh | None = None
-        self._encoded_refreshes = 0  # the same number on all ranks
+        self._refreshes = 0  # the same number on all ranks
 
         grid, dtype = self.mesh_info.grid, precision.compute
         numel, copies = grid.numel(layout, Extent.ZERO3), mesh.pools.weights_to_host
@@ -208,7 +208,7 @@ class WeightStorage:
         """Launch the gather of the full buffer. Return it, or None if there is nothing to wait for."""
         if self.buffer.gather_waits_for_refresh:
             refreshing = self._refreshing
-            assert refreshing is None or isinstance(refreshing, PendingCollective)  # devices encode no refreshes
+            assert refreshing is None or isinstance(refreshing, PendingCollective)
             return self.buffer.gather(name=self.label, after=refreshing)
         if self.extended is not None:
             self.finish_refresh()
@@ -254,17 +254,18 @@ class WeightStorage:
     def launch_refresh(self) -> None:
         """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""
         self.finish_refresh()
-        if self.refresher is not None:
-            self._launch_encoded(self.refresher)
+        self._refreshes += 1
+        compares, refresher = self._refreshes % COMPARE_EVERY == 0, self.refresher
+        if refresher is not None and not (refresher.on_device and (self.refresh_in_full or compares)):
+            self._launch_encoded(refresher, compares=compares)
             return
+        self.refresh_in_full = False
         zero3, own_part = self.zero3_shard, self._own_part
         if self.host_shard is not None:
             zero3 = self.host_shard.acquire_scratch()
             own_part = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
-        if self.to_host is not None:
-            self.to_host.wait(self.to_host.copy(own_part, self.master, to_host=False))
-        elif not self.shares_master:
-            own_part.copy_(self.master)
+        if not self.shares_master:
+            self._cast_master(own_part)
         replica = self.mesh_info.replica_comm
         if replica.size > 1:
             self._refreshing = all_gather(
@@ -281,22 +282,43 @@ class WeightStorage:
             self.host_shard.store(zero3)
         self.buffer.publish(self._refreshing)
 
-    def _launch_encoded(self, refresher: EncodedRefresher) -> None:
-        sizes = self.mesh_info.grid.replica_part_sizes(self.layout)
-        self._encoded_refreshes += 1
+    def _launch_encoded(self, refresher: EncodedRefresher, *, compares: bool) -> None:
+        sizes, zero3 = self.mesh_info.grid.replica_part_sizes(self.layout), self.zero3_shard
+        if self.host_shard is not None and refresher.on_device:
+            zero3 = self.host_shard.acquire_scratch()
+            self.host_shard.start_fetch(zero3).wait()
         self._refreshing = refresher.launch(
             RefreshInput(
                 self.label,
-                self.zero3_shard,
+                zero3,
                 list(sizes or (len(self._own_part),) * self.mesh_info.replicas),
-                self.master,
+                self._cast_master,
                 in_full=self.refresh_in_full,
-                compares=self._encoded_refreshes % COMPARE_EVERY == 0,
+                compares=compares,
                 last_change=self.last_change,
             )
         )
         self.refresh_in_full = False
+        if self.host_shard is not None and refresher.on_device:
+            self.finish_refresh()
+            self.host_shard.store(zero3)
         self.buffer.publish(self._refreshing)
+
+    def _cast_master(self, out: Tensor) -> None:
+        """Write the master to `out`, in the compute dtype."""
+        if self.to_host is not None:
+            self.to_host.wait(self.to_host.copy(out, self.master, to_host=False))
+        else:
+            out.copy_(self.master)
+
+    def request_full_refresh(self, *, agreed: bool) -> None:
+        """Let the next refresh send weights instead of differences.
+
+        On a device, the request has no effect unless all replicas make it (`agreed`): the ranks do not exchange the
+        sizes of messages, for which the host would have to wait. Replicas are equal in any case.
+        """
+        if agreed or self.refresher is None or not self.refresher.on_device:
+            self.refresh_in_full = True
 
     def finish_refresh(self, *, of_peers: bool = False) -> None:
         """Wait for the last refresh of this rank's shard.

@@ -180,7 +180,7 @@ def shard_model(
             model_parallel_meshes = find_model_parallel_meshes(plans)
             check_meta_init(plans, param_init_fn)
             settings = settings_of_units(plans, config)
-            check_codecs(settings, config.codecs, root)
+            check_codecs(settings, config.codecs)
             fields |= settings_to_compare(settings, config)
         groups |= group_count_fields(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
         fields |= parts_to_compare(plans)

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.codecs import has_feedback, is_encoded
-from layerzero.comm.collectives import backend_of
 from layerzero.config import Codecs, LayerZeroConfig, Precision, UnitSettings
 from layerzero.dtensor.gather_extension import has_extension
 from layerzero.sharding.unit_selection import UnitDefinition, describe_tensor_kind, is_plain_strided
@@ -116,12 +114,8 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
         )
 
 
-def check_codecs(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh | None = None) -> None:
-    """Raise ValueError if a codec does not support the model's compute dtypes, replicated parameters or backend.
-
-    Args:
-        mesh: mesh of the root. If None, backends are not checked.
-    """
+def check_codecs(settings: ChosenSettings, codecs: Codecs) -> None:
+    """Raise ValueError if a codec does not support the model's compute dtypes or replicated parameters."""
     precisions: dict[bool, set[Precision]] = {False: set(), True: set()}  # of frozen and of trainable parameters
     for plan, chosen in settings.items():
         for parameter in (info.parameter for info in plan.parameters):
@@ -131,7 +125,7 @@ def check_codecs(settings: ChosenSettings, codecs: Codecs, mesh: DeviceMesh | No
     _check_gather(codecs, {each.compute for each in trained | precisions[False]})
     _check_hop2(codecs, trained)
     _check_copies(codecs, [*settings])
-    _check_refresh(codecs, trained, mesh)
+    _check_refresh(codecs, trained)
 
 
 def _check_gather(codecs: Codecs, computes: set[torch.dtype]) -> None:
@@ -171,17 +165,9 @@ def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
     return are_mixed or any(isinstance(each, Replicate) for dtensor in dtensors for each in dtensor.placements)
 
 
-def _check_refresh(codecs: Codecs, trained: set[Precision], mesh: DeviceMesh | None) -> None:
-    """Raise ValueError if refreshes are encoded and the backend or the dtypes of the model do not allow it."""
-    if codecs.refresh is None or not trained:
-        return
-    backend = "gloo" if mesh is None else backend_of(mesh.get_group(0), mesh.device_type)
-    if mesh is not None and (mesh.device_type != "cpu" or backend != "gloo"):
-        raise ValueError(
-            f"Codecs.refresh={codecs.refresh!r} encodes weights on the CPU and sends them with gloo, but this model is "
-            f"on {mesh.device_type} and uses {backend}. Leave refresh out"
-        )
-    if not any(each.casts_to_16_bits for each in trained):
+def _check_refresh(codecs: Codecs, trained: set[Precision]) -> None:
+    """Raise ValueError if refreshes are encoded and the dtypes of the model do not allow it."""
+    if codecs.refresh is not None and trained and not any(each.casts_to_16_bits for each in trained):
         computes = sorted({str(each.compute) for each in trained})
         raise ValueError(
             f"Codecs.refresh={codecs.refresh!r} encodes compute weights in bf16 and fp16 that have masters of higher "

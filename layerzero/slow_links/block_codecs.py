@@ -123,7 +123,8 @@ class _IntegerBlocks:
         largest, rounded = (torch.empty_like(scales, dtype=values.dtype) for _ in range(2))
         torch.amax(torch.abs(values, out=integers), -1, keepdim=True, out=largest)
         torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
-        largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
+        # A division by a number would be a multiplication by its reciprocal on some devices, with other bits.
+        largest.mul_(1 / self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
         scales.copy_(largest)
         rounded.copy_(scales).reciprocal_()
         self._pack(torch.mul(values, rounded, out=integers).round_(), packed)

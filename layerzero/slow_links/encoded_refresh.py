@@ -1,13 +1,13 @@
-"""Refresh the compute weights of all replicas with encoded messages, in background threads.
+"""Refresh the compute weights of all replicas with encoded messages, in background threads or on a device.
 
 [Note: Encoded refreshes]
 Before a refresh, all replicas have the same compute weights. Each rank therefore sends only the differences of its part
 to the previous weights, and the other ranks add them in place. If the codec is lossy, the sender also stores the
-weights that the receivers decode, so that all replicas stay equal. Each mesh has two threads. The first thread casts
-and encodes the masters, exchanges the message sizes, and launches the all-gather of the messages. The second thread
-waits for the all-gather and decodes the messages. Encoding, communication and decoding of different handles therefore
-overlap with each other and with the main thread. Both threads process the refreshes in launch order, which is the same
-on all ranks, and use a communicator that no other code uses.
+weights that the receivers decode, so that all replicas stay equal. On CPUs, each mesh has two threads. The first thread
+casts and encodes the masters, exchanges the message sizes, and launches the all-gather of the messages. The second
+thread waits for the all-gather and decodes the messages. Encoding, communication and decoding of different handles
+therefore overlap with each other and with the main thread. Both threads process the refreshes in launch order, which is
+the same on all ranks, and use a communicator that no other code uses.
 
 With the message size, each rank sends a flag that requests a full refresh. If any rank sets the flag, all ranks send
 their cast masters without encoding. A rank requests a full refresh for its first refresh, when replicas may have
@@ -17,6 +17,12 @@ also resets the last changes, from which a codec may predict the next ones.
 A flipped bit in the previous weights or the last changes of a replica would persist in its weights. Therefore, in every
 `COMPARE_EVERY`-th refresh of a handle, each rank also sends a digest of its previous ZeRO-3 shard. If the digests
 differ, waiting for the refresh raises an error on all ranks that received them.
+
+[Note: Encoded refreshes on a device]
+The host must not wait for a size, a flag or a digest, so messages have fixed sizes, and refreshes are sent in full if
+all ranks know it: without a codec, by the core. Every `COMPARE_EVERY`-th refresh is one of them, which removes flipped
+bits. The stream of the communicator casts the masters, encodes this rank's part, gathers the messages, and decodes all
+of them, including its own. The computation and later collectives wait for the whole.
 """
 
 from __future__ import annotations
@@ -27,6 +33,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -94,6 +102,67 @@ class _RefreshState:
     works: PendingCollective | None = None
 
 
+@runtime_checkable
+class FixedSizeCodec(DifferenceCodec, Protocol):
+    """Codec whose messages have known sizes, and whose methods only enqueue operations on a device."""
+
+    def message_bytes(self, numel: int) -> int:
+        """Return the size of a message for `numel` weights, an even number of bytes."""
+
+    def write(self, old: Tensor, new: Tensor, message: Tensor) -> None:
+        """Write the message for `new`, 1-D [n], to `message`. `old` contains the previous weights."""
+
+    def decode_parts(self, messages: Tensor, weights: Tensor) -> None:
+        """Decode each row of `messages`, uint8 ``[m, size]``, and update the same row of `weights`, ``[m, n]``."""
+
+
+class DeviceRefresher(EncodedRefresher):
+    """Object that sends the refreshes of one mesh on a device; see [Note: Encoded refreshes on a device].
+
+    Args:
+        comm: communicator along the replica axis whose collectives run on a stream.
+        codec: codec of the differences.
+    """
+
+    on_device = True
+
+    def __init__(self, comm: Communicator, codec: FixedSizeCodec) -> None:
+        self.lossless = codec.lossless
+        self.predicts = codec.predicts
+        self._comm = comm
+        self._codec = codec
+
+    def launch(self, given: RefreshInput) -> PendingRefresh:
+        comm, codec, device = self._comm, self._codec, given.shard.device
+        nbytes = [codec.message_bytes(numel) for numel in given.sizes]
+        received = torch.empty(sum(nbytes), dtype=torch.uint8, device=device)  # with this rank's message
+        message, own = (torch.split(*each)[comm.rank] for each in ((received, nbytes), (given.shard, given.sizes)))
+
+        def encode() -> None:
+            new = torch.empty_like(own)
+            given.cast(new)
+            codec.write(own, new, message)
+
+        def decode() -> None:
+            start = start_byte = 0
+            for numel, group in groupby(given.sizes):
+                shape = len(list(group)), numel
+                end, end_byte = start + shape[0] * numel, start_byte + shape[0] * codec.message_bytes(numel)
+                if numel:
+                    messages = received[start_byte:end_byte].view(shape[0], -1)
+                    codec.decode_parts(messages, given.shard[start:end].view(shape))
+                start, start_byte = end, end_byte
+            comm.stream.keep_until_done(given.shard)
+
+        parts = nbytes if len(set(nbytes)) > 1 else None
+        return all_gather(
+            comm, Collective.REFRESH, received, message, name=given.name, parts=parts, encode=encode, decode=decode
+        )
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+
 class DifferenceRefresher(EncodedRefresher):
     """Object that sends the refreshes of one mesh as encoded differences; see [Note: Encoded refreshes].
 
@@ -102,6 +171,8 @@ class DifferenceRefresher(EncodedRefresher):
         codec: codec of the differences.
         pool: pool of host buffers.
     """
+
+    on_device = False
 
     def __init__(self, comm: Communicator, codec: DifferenceCodec, pool: BufferPool) -> None:
         self.lossless = codec.lossless
@@ -159,7 +230,7 @@ class DifferenceRefresher(EncodedRefresher):
         own_change = None if inputs.last_change is None else torch.split(inputs.last_change, inputs.sizes)[rank]
         sizes = refresh_buffer_sizes(own_part.numel(), inputs.shard.numel(), own_part.dtype)
         new, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
-        new.copy_(inputs.master)
+        inputs.cast(new)
         size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, new, message, own_change)
         old_digest = int(digest(inputs.shard), 16) - 2**63 if inputs.compares and not inputs.in_full else 0
         header = all_gather_small(
@@ -172,7 +243,7 @@ class DifferenceRefresher(EncodedRefresher):
         refresh.headers = header.said.tolist()
         sends_full = any(requests_full for _, requests_full, _ in refresh.headers)
         if sends_full:
-            new.copy_(inputs.master)  # a codec that is not lossless has changed the weights
+            inputs.cast(new)  # a codec that is not lossless has changed the weights
             if own_change is not None:
                 own_change.zero_()
             refresh.headers = [[numel * own_part.itemsize, 1, 0] for numel in inputs.sizes]
@@ -233,6 +304,18 @@ class DifferenceRefresher(EncodedRefresher):
 
 
 def make_refresher(mesh_info: MeshInfo, codec: str | DifferenceCodec, pool: BufferPool) -> EncodedRefresher:
-    """Return the refresher of a mesh. `codec` may also be ``"lossless"``."""
+    """Return the refresher of a mesh. `codec` may also be ``"lossless"``.
+
+    Raises:
+        ValueError: the codec does not support the device or the backend.
+    """
     chosen = LosslessDifferences.best() if isinstance(codec, str) else codec
+    comm, device = mesh_info.replica_comm, mesh_info.device.type
+    if comm.uses_streams and isinstance(chosen, FixedSizeCodec):
+        return DeviceRefresher(comm, chosen)
+    if comm.uses_streams or not (comm.is_gloo and device == "cpu"):
+        raise ValueError(
+            f"Codecs.refresh={codec!r} is not supported on {device} with the backends {comm.held_group.backends}. Use "
+            "layerzero.Int4Difference() with NCCL, or compute on CPUs with gloo, or leave refresh out"
+        )
     return DifferenceRefresher(mesh_info.new_refresh_comm(), chosen, pool)

@@ -2,30 +2,47 @@
 
 [Note: Lossy differences]
 Each rank encodes the difference between the cast masters of its part and its previous compute weights. All replicas,
-including the sender, add the decoded difference to the same previous weights in fp32 and round the sum. A decoded
-difference is the product of a 4-bit integer and a bf16 scale, which fp32 represents exactly. The sum therefore has the
-same bits on all ranks, even on processors that fuse multiplications with additions.
+including the sender, add the decoded difference to the same previous weights in fp32 and round the sum.
 
 The error of a refresh is a part of the next difference, so no rank stores it. If the masters stop changing, each
 refresh makes the largest difference of a block several times smaller, until the weights equal the cast masters.
 
-A part with a non-finite difference is sent without encoding. Its weights are then the cast masters, so that a NaN is
-visible on all ranks and disappears as soon as the masters are finite again.
+A block of 128 weights with a non-finite difference is decoded as infinite or NaN weights, which all ranks see. The next
+difference is taken from zero for weights that are not finite, so the block recovers as soon as the masters are finite.
+
+[Note: Same bits on all devices]
+The same operations of torch run on CPUs and on devices, and each is one kernel. Where a kernel multiplies and adds, its
+product is exact, so a processor that fuses both gives the same bits: the largest difference of a block has at most 11
+significant bits and `_SEVENTH` has 13, a decoded difference is the product of a 4-bit integer and a bf16 scale, and the
+other factors are powers of two. A division by a number would be a multiplication by its reciprocal on some devices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerzero.extend import ParamRows
-from layerzero.slow_links.block_codecs import Int4Blocks
+_BLOCK = 128  # weights that share a scale
+_BLOCK_BYTES = 2 + _BLOCK // 2  # a bf16 scale and 4-bit integers
+_AT_ONCE = 2**17  # weights that are converted at once on a CPU, so that they fit into the cache of a core
+_AT_ONCE_ON_DEVICE = 2**22  # temporary memory of 32 MiB or less
+_SEVENTH = 4681 / 2**15  # the largest integer is 7
+# Avoids divisions by zero. Kernels on any device receive a 0-dim CPU tensor as a number.
+_LEAST_SCALE = torch.tensor(2.0**-120, dtype=torch.float32, device="cpu")
+_ROUNDS = 2.0**23 + 8  # adding this number rounds x to an integer; the lowest bits of the sum are x + 8
 
-_AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block size of Int4Blocks
+
+class _Piece(NamedTuple):
+    """Some blocks of the m messages and weights."""
+
+    weights: slice
+    scales: Tensor  # bf16 [m, n, 1]
+    packed: Tensor  # uint8 [m, n, 64]; x + 8 for each integer x, from the first and the second half of a block
 
 
 @dataclass(frozen=True)
@@ -39,8 +56,7 @@ class Int4Difference:
     stay exact.
 
     The first refresh sends the weights themselves, and so do the refreshes after loads, writes by the user,
-    :func:`layerzero.refresh`, and changes of shard boundaries. A rank also sends the weights themselves if a difference
-    in its part is infinite or NaN. See ``docs/slow-links.md``.
+    :func:`layerzero.refresh`, and changes of shard boundaries. See ``docs/slow-links.md``.
 
     Example::
 
@@ -50,48 +66,72 @@ class Int4Difference:
 
     lossless: ClassVar[bool] = False
     predicts: ClassVar[bool] = False
-    _blocks: ClassVar[Int4Blocks] = Int4Blocks(feedback=False)
+
+    def message_bytes(self, numel: int) -> int:
+        """Return the number of bytes of a message for `numel` weights. A few weights are sent without encoding."""
+        return min(-(-numel // _BLOCK) * _BLOCK_BYTES, 2 * numel)
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, last_change: Tensor | None = None) -> int:
         """Encode the difference between `new` and `old`. See `DifferenceCodec` for the arguments."""
         size = self.message_bytes(len(new))
-        is_encoded = size < new.nbytes
-        for piece, rows, place in self._iter_pieces(len(new)) if is_encoded else ():
-            difference = new[piece].float().sub_(old[piece])
-            if not difference.abs().amax().isfinite():
-                is_encoded = False
-                break
-            self._blocks.encode(difference, rows, out[place])
-        if not is_encoded:
-            out.copy_(new.view(torch.uint8))
-            return out.numel()
+        self.write(old, new, out[:size])
         self.decode(out[:size], new.copy_(old))
         return size
 
+    def write(self, old: Tensor, new: Tensor, message: Tensor) -> None:
+        """Write the message for `new`, 1-D [n], to `message`. Weights in `old` that are not finite become zero."""
+        if message.numel() == new.nbytes:
+            message.copy_(new.view(torch.uint8))
+            return
+        old.nan_to_num_(0.0, 0.0, 0.0)
+        for piece in _iter_pieces(message[None], len(new)):
+            before, after = old[piece.weights], new[piece.weights]
+            difference = torch.empty(piece.packed.shape[1] * _BLOCK, dtype=torch.float32, device=new.device)
+            torch.sub(after, before, out=difference[: len(after)])  # rounded to the dtype of the weights
+            if len(after) < len(difference):
+                difference[len(after) :].zero_()
+            blocks = difference.view(-1, _BLOCK)
+            largest = torch.empty(len(blocks), 1, dtype=torch.float32, device=new.device)
+            if new.device.type == "cpu":  # two fast operations instead of one slow operation
+                torch.amax(torch.abs(blocks, out=torch.empty_like(blocks)), 1, keepdim=True, out=largest)
+            else:
+                torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, out=largest)
+            torch.add(_LEAST_SCALE, largest, alpha=_SEVENTH, out=piece.scales[0])
+            first, second = blocks.div_(piece.scales[0]).add_(_ROUNDS).view(torch.int32).chunk(2, 1)
+            torch.add(first, second, alpha=16, out=piece.packed[0])  # the conversion to uint8 keeps the lowest byte
+
     def decode(self, encoded: Tensor, weights: Tensor, last_change: Tensor | None = None) -> None:
         """Add the difference in a message to `weights`. See `DifferenceCodec` for the arguments."""
-        if encoded.numel() == weights.nbytes:
-            weights.view(torch.uint8).copy_(encoded)
-            return
-        if encoded.numel() != (expected := self.message_bytes(len(weights))):
+        if encoded.numel() not in (weights.nbytes, expected := self.message_bytes(len(weights))):
             raise ValueError(
                 f"a message of {encoded.numel()} bytes does not contain the {expected} bytes of the "
                 f"differences of {len(weights)} weights. The message is damaged, or the sender has weights of another "
                 "size"
             )
-        encoded = encoded.clone()  # a clone is aligned
-        for piece, rows, place in self._iter_pieces(len(weights)):
-            total = torch.empty(len(weights[piece]), dtype=torch.float32)
-            self._blocks.decode(encoded[place], rows, total)
-            weights[piece] = total.add_(weights[piece])
+        self.decode_parts(encoded[None], weights[None])
 
-    def message_bytes(self, numel: int) -> int:
-        """Return the number of bytes of the differences of `numel` weights."""
-        return self._blocks.nbytes([ParamRows(0, 1, numel)], torch.float32)
+    def decode_parts(self, messages: Tensor, weights: Tensor) -> None:
+        """Add the differences in `messages`, uint8 ``[m, size]``, to the same rows of `weights` ``[m, n]``."""
+        if messages.shape[1] == weights.shape[1] * weights.itemsize:
+            weights.view(torch.uint8).copy_(messages)
+            return
+        weights.nan_to_num_(0.0, 0.0, 0.0)
+        for piece in _iter_pieces(messages, weights.shape[1]):
+            part, size = weights[:, piece.weights], piece.packed.shape[2]
+            values = torch.empty(*piece.packed.shape[:2], _BLOCK, dtype=torch.float32, device=weights.device)
+            torch.bitwise_and(piece.packed, 15, out=values[..., :size])
+            torch.bitwise_right_shift(piece.packed, 4, out=values[..., size:])
+            values.sub_(8).mul_(piece.scales)
+            torch.add(part, values.flatten(1)[:, : part.shape[1]], out=part)
 
-    def _iter_pieces(self, numel: int) -> Iterator[tuple[slice, list[ParamRows], slice]]:
-        """For each piece, yield its weights, the rows to pass to the block codec, and its bytes in the message."""
-        for first in range(0, numel, _AT_ONCE):
-            stop = min(first + _AT_ONCE, numel)
-            place = slice(self.message_bytes(first), self.message_bytes(stop))
-            yield slice(first, stop), [ParamRows(0, 1, stop - first)], place
+
+def _iter_pieces(messages: Tensor, numel: int) -> Iterator[_Piece]:
+    """Divide messages, uint8 ``[m, size]``, and their `numel` weights. A message has all scales before the integers."""
+    count = -(-numel // _BLOCK)
+    scales = messages[:, : 2 * count].view(torch.bfloat16).unsqueeze(2)
+    packed = messages[:, 2 * count :].unflatten(1, (count, _BLOCK // 2))
+    at_once = _AT_ONCE if messages.device.type == "cpu" else _AT_ONCE_ON_DEVICE
+    at_once = max(1, at_once // len(messages) // _BLOCK)
+    for first in range(0, count, at_once):
+        blocks = slice(first, min(first + at_once, count))
+        yield _Piece(slice(first * _BLOCK, min(blocks.stop * _BLOCK, numel)), scales[:, blocks], packed[:, blocks])

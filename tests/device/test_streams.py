@@ -219,9 +219,16 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
         "accumulation": accumulation,
         "offload": Offload(grads=offload_grads),
     }
+    encoded = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "codecs": Codecs(refresh=layerzero.Int4Difference()),
+    }
+    for more in ({}, encoded):
+        with Device().installed():
+            model = layerzero.shard_model(SideBySide(UNITS), **settings, **more)
+            waits = _waits_of_steps(model, uses_all=True)
+            assert waits == _Waits(for_the_last_step=6, agreements=6), "others are told, as they may have used less"
     with Device().installed():
-        waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=True)
-        assert waits == _Waits(for_the_last_step=6, agreements=6), "others are told, as they may have used less"
         waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
         assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"
 

@@ -27,12 +27,11 @@ from layerzero.slow_links.lossless_differences import LosslessDifferences
 from layerzero.utils.bit_sums import digest
 from tests.slow_links.test_int4_difference import bound
 from tests.support.bits import flip
-from tests.support.late_device import NAME, Device, register
+from tests.support.late_device import on_device
 from tests.support.late_threads import late_threads
 from tests.support.models import BF16, different, full_parameters, update
 from tests.support.ranks import BOTH, mesh_of, on_ranks, run_ranks
 from tests.support.refreshes import FP16, WIDTH, Layer, Net, is_refreshing, load, make_adamw, make_muon, refresh
-from tests.support.wrapped_gloo import mesh_on
 
 INT4 = layerzero.Int4Difference()
 EACH_CODEC = pytest.mark.parametrize("codec", ["lossless", INT4], ids=["lossless", "int4"])
@@ -41,7 +40,7 @@ EACH_CODEC = pytest.mark.parametrize("codec", ["lossless", INT4], ids=["lossless
 def _shard(size: int, codec: Any, **settings: Any) -> nn.Module:
     settings = {"mp_policy": BF16, "units": {Layer}, "codecs": Codecs()} | settings
     settings["codecs"] = replace(settings["codecs"], refresh=codec)
-    return layerzero.shard_model(Net(), mesh=mesh_of(size), **settings)
+    return layerzero.shard_model(Net(), **({"mesh": mesh_of(size)} | settings))
 
 
 def _backward(model: nn.Module, rank: int, step: int, micro_batches: int = 2) -> float:
@@ -375,7 +374,7 @@ def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
     optimizers = make_adamw(model)
     parts = [handle.mesh_info.grid.numel(handle.layout, Extent.ZERO1) for handle in _handles(model)]
     everything = 2 * sum(parts)
-    encoded = sum(-(-part // 2) + 2 * -(-part // 128) for part in parts)
+    encoded = sum(min(66 * -(-part // 128), 2 * part) for part in parts)
 
     def sent(operation: Callable[[], object]) -> int:
         layerzero.traffic(model, reset=True)
@@ -393,7 +392,7 @@ def test_which_refreshes_are_sent_in_full(rank: int, codec: Any) -> None:
     ):
         _backward(model, rank, step)
         differences = sent(lambda: update(*optimizers))
-        assert differences == encoded < 0.27 * everything if codec == INT4 else 0 < differences < 0.9 * everything
+        assert differences == encoded < 0.3 * everything if codec == INT4 else 0 < differences < 0.9 * everything
         assert sent(operation) == everything
 
 
@@ -468,7 +467,7 @@ def test_each_rank_sends_its_weights_unless_differences_are_smaller(rank: int) -
 
 
 def _not_finite(rank: int) -> list[list[str]]:
-    """A NaN in a master of rank 2 is visible on all replicas, and disappears with the master's NaN."""
+    """A NaN in a master of rank 2 is visible as a block on all replicas, and disappears with the master's NaN."""
     model = _shard(1, INT4)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     digests = []
@@ -498,9 +497,9 @@ def _not_finite(rank: int) -> list[list[str]]:
         assert nans() == 0 and not _follows_masters(model)
         write_to_master(float("nan"))
         optimizer.step()
-        assert nans() == 1
+        assert nans() == 128
         optimizer.step()
-        assert nans() == 1
+        assert nans() == 128
         heal()
         optimizer.step()
         assert nans() == 0
@@ -678,10 +677,57 @@ def test_one_replica_encodes_nothing(rank: int, codec: Any) -> None:
     assert layerzero.traffic(model).calls.get("refresh", 0) == 0
 
 
-@on_ranks()
-def test_devices_are_refused(rank: int) -> None:
-    register()
-    for codec in ("lossless", INT4):
-        text = r"encodes weights on the CPU and sends them with gloo, but this model is on"
-        with Device().installed(), pytest.raises(ValueError, match=text):
-            layerzero.shard_model(Net(), mesh=mesh_on(NAME, 2), mp_policy=BF16, codecs=Codecs(refresh=codec))
+# --- on a device ---
+
+
+def _bits_of_steps(model: nn.Module, muon: bool, rank: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the compute weights and the masters of this rank after each step."""
+    found, optimizers = [], make_muon(model) if muon else make_adamw(model)
+    for step in range(9):
+        _step(model, optimizers, rank, step)
+        if step == 4:
+            with torch.no_grad():
+                model.head.weight.to_local().mul_(1.25)  # sent in full before the next forward pass
+        if step == 6:  # in the next refresh, CPUs compare digests, and devices send the weights
+            layerzero.refresh(model)
+        if step != 4:
+            weights = [handle.weights for handle in get_state(model).handles]
+            found.append([(each.read_zero3().clone(), each.master.clone()) for each in weights])
+    return found
+
+
+def _on_device(rank: int, size: int, muon: bool, settings: dict[str, Any]) -> list[list[str]]:
+    """Train on the CPU and on a device with late streams, compare the bits, and return digests of the weights."""
+    with mock.patch.object(weight_storage, "COMPARE_EVERY", 1000 if muon else 8):  # Muon and AdamW refresh apart
+        on_cpu = {name: value for name, value in settings.items() if name != "offload"}
+        expected = _bits_of_steps(_shard(size, INT4, shared_memory="off", **on_cpu), muon, rank)
+        with on_device(size) as (_, mesh):
+            found = _bits_of_steps(_shard(size, INT4, mesh=mesh, **settings), muon, rank)
+    for step, handles in enumerate(zip(expected, found, strict=True)):
+        for one, other in zip(*handles, strict=True):
+            assert torch.equal(one[1], other[1]), f"masters after step {step}"
+            assert torch.equal(one[0].view(torch.int16), other[0].view(torch.int16)), f"weights after step {step}"
+    return [[digest(weights) for weights, _ in handles] for handles in found]
+
+
+@pytest.mark.default_sample(1)
+@pytest.mark.parametrize(
+    ("ranks", "size", "muon", "settings"),
+    [
+        (4, 2, False, {}),
+        (2, 1, True, {"mp_policy": FP16}),
+        (3, 1, True, {}),
+        (4, 2, False, {"offload": Offload(optimizer=True)}),
+        (2, 1, False, {"offload": Offload(params=True)}),
+        (4, 2, False, {"codecs": Codecs(hop2=layerzero.Int4Blocks(), gather=layerzero.Float8Rows())}),
+    ],
+)
+def test_a_device_gives_the_bits_of_the_cpu(ranks: int, size: int, muon: bool, settings: dict[str, Any]) -> None:
+    _assert_replicas_agree(run_ranks(_on_device, size, muon, settings, world_size=ranks), size)
+
+
+@on_ranks(world_size=2)
+def test_what_a_device_does_not_support_is_refused(rank: int) -> None:
+    text = r"refresh='lossless' is not supported on cpu with the backends .*Int4Difference\(\) with NCCL"
+    with on_device(1) as (_, mesh), pytest.raises(ValueError, match=text):
+        _shard(1, "lossless", mesh=mesh)
