@@ -37,7 +37,7 @@ def test_the_first_program_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert rest == ["--standalone", "--nproc-per-node", "4", "train.py"]
     said = _run(tmp_path, rest, ["--device", "cpu", "--steps", "20"])
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", said, re.MULTILINE)]
-    assert len(losses) == 2 and losses[-1] < losses[0] - 0.5, said
+    assert len(losses) == 2 and losses[-1] < losses[0] - 0.3, said
     said = run_ranks(_program, tmp_path, 30, "--zero3-size", "2", shared_memory=None)[0]
     assert re.findall(r"^step (\d+)", said, re.MULTILINE) == ["30"], said
     assert [path.name for path in sorted((tmp_path / "runs" / "first").iterdir())] == ["step-000020", "step-000030"]
