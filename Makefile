@@ -13,8 +13,8 @@ PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/p
 
 .PHONY: demo demo-megatron test test-slow test-exhaustive test-megatron soak chaos integrations quick torch-versions check format coverage docs pages dist bench bench-gpu compare clean
 
-demo: $(VENV)/base  ## train a small GPT on 4 ranks of this machine, two to four minutes
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+demo: $(VENV)/base  ## train a small GPT on 4 ranks of this machine, two to four minutes, and draw losses and costs
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --picture build/demo.png $(ARGS)
 
 demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_megatron.py $(ARGS)

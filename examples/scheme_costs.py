@@ -14,19 +14,19 @@ Model states in bytes per rank (without activations and gathered weights, which 
                                                accumulation="local" and a single node: 4 N/D
                                                for gradients and no accumulator; fp32 compute
                                                weights (c = 4) contain the masters)
-    FSDP        16 N/D                         all states over all ranks
+    FSDP2       16 N/D                         all states over all ranks
     HSDP        16 N/S                         all states over one node, a copy in each node
 
 Bytes that a rank sends to other nodes in a step:
 
     layerzero   (1 - 1/R) N/S (g + c)          sends gradients once and updated weights once
                                                (accumulation="local": (A g + c))
-    FSDP        (1 - 1/R) N/S A (2 c + g)      gathers for forward and for backward and reduces gradients,
+    FSDP2       (1 - 1/R) N/S A (2 c + g)      gathers for forward and for backward and reduces gradients,
                                                each for every micro-batch
     HSDP        (1 - 1/R) N/S 2 g              all-reduces gradients once, in the last micro-batch
 
 These formulas are the minimum number of bytes that leave a node, divided evenly among its ranks. Ring collectives
-reach this minimum for layerzero and HSDP. For FSDP, only a collective that is aware of the nodes reaches it. A plain
+reach this minimum for layerzero and HSDP. For FSDP2, only a collective that is aware of the nodes reaches it. A plain
 ring sends (1 - 1/D) instead of (1 - 1/R). Padding is not included.
 """
 
@@ -64,6 +64,6 @@ def scheme_costs(
     states = masters + 8 * per_rank + compute_bytes * per_node_rank + gradients + accumulator
     return [
         Cost("layerzero", states, crossing * (sends * reduce_bytes + compute_bytes)),
-        Cost("FSDP", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),
+        Cost("FSDP2", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),
         Cost("HSDP", 16 * per_node_rank, crossing * 2 * reduce_bytes),
     ]

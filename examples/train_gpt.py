@@ -5,8 +5,8 @@
 runs four ranks on this machine and treats them as two nodes of two ranks (`--zero3-size 2`). Without a GPU
 the program uses gloo on the CPU and needs one to two minutes on two cores. It prints the validation loss before and
 after training, memory and traffic of the run, the costs of other sharding schemes for the same model (see
-scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` you can stop and restart the
-program, even with another number of ranks.
+scheme_costs.py), and a sample of text. It needs tqdm. With `--picture FILE`, it draws the losses and the costs. With
+`--checkpoints FOLDER` you can stop and restart the program, even with another number of ranks.
 
 To adapt the program, change `build`. One call shards the model, and one call shards each optimizer.
 """
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig, generate, next_token_loss
-from scheme_costs import scheme_costs
+from scheme_costs import Cost, scheme_costs
 from stdlib_text import IGNORED, Batch, WindowSampler, load_corpus, validation_share
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -80,6 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--logdir", metavar="FOLDER", help="write losses, gradient norms and traffic for TensorBoard to this folder")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
+    add("--picture", metavar="FILE", help="draw losses, memory and traffic to this PNG or SVG file (needs matplotlib)")
     add("--no-sample", action="store_true", help="do not generate text at the end")
     args = parser.parse_args(argv)
     if args.stop_on and not args.checkpoints:
@@ -126,6 +127,9 @@ def main(argv: list[str] | None = None) -> Result:
 
 
 def run(args: argparse.Namespace, ranks: Ranks) -> Result:
+    if args.picture and ranks.is_first:
+        from run_picture import draw  # noqa: PLC0415 - needs matplotlib
+
     corpus = load_corpus()
     sampler = WindowSampler(
         corpus.train,
@@ -147,16 +151,21 @@ def run(args: argparse.Namespace, ranks: Ranks) -> Result:
 
     first_loss = validate(trainer.model, held_out, ranks)
     layerzero.traffic(trainer.model, reset=True)  # count only the training
-    steps = train(args, trainer, sampler, ranks)
-    costs = costs_text(args, trainer, ranks, steps)
+    losses = train(args, trainer, sampler, ranks)
+    costs = schemes(args, trainer, ranks)
+    text = costs_text(trainer, ranks, len(losses), costs)
+    if args.picture and losses and ranks.is_first:
+        draw(args.picture, losses, layerzero.memory(trainer.model), layerzero.traffic(trainer.model), costs)
     last_loss = validate(trainer.model, held_out, ranks)
     if ranks.is_first:
-        print(costs)
+        print(text)
         print(f"validation loss {first_loss:.2f} -> {last_loss:.2f} (nats per byte)")
     if not args.no_sample:
         text = sample_text(trainer.model, args, ranks)
         if ranks.is_first:
             print(f"\nsample:\n{text}")
+    if args.picture and losses and ranks.is_first:
+        print(f"\npicture of losses, memory and traffic: {os.path.abspath(args.picture)}")
     return Result(first_loss, last_loss)
 
 
@@ -233,9 +242,10 @@ def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.Pe
     return checkpoint.save_async(path, trainer.model, first, extra, keep_last=2)
 
 
-def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> int:
-    """Train for the remaining steps; return their number."""
+def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> list[float]:
+    """Train for the remaining steps; return their losses."""
     trainer.model.train()
+    losses = []
     first = resume(args, trainer)
     pending = None  # asynchronous save in flight
     requests = [checkpoint.on_signal(getattr(signal, name), trainer.model) for name in args.stop_on]
@@ -245,6 +255,7 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
         start = time.perf_counter()
         for step in range(first, args.steps):
             loss, grad_norm = train_step(args, trainer, sampler, ranks, step)
+            losses.append(loss)
             bar.set_postfix(
                 loss=f"{loss:.3f}",
                 grad_norm=f"{grad_norm:.2f}",
@@ -270,7 +281,7 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
         pending.wait()
     if writer is not None:
         writer.close()
-    return args.steps - first
+    return losses
 
 
 def train_step(
@@ -340,9 +351,9 @@ def warmup_cosine(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
 
 
-def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: int) -> str:
-    """Return tables of this rank's memory and traffic, and of the costs of other sharding schemes by formula."""
-    costs = scheme_costs(
+def schemes(args: argparse.Namespace, trainer: Trainer, ranks: Ranks) -> list[Cost]:
+    """Return the costs of layerzero and of other sharding schemes by formula."""
+    return scheme_costs(
         trainer.numel,
         ranks=ranks.size,
         zero3_size=args.zero3_size,
@@ -350,6 +361,10 @@ def costs_text(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: 
         compute_bytes=DTYPES[args.dtype].itemsize,
         accumulation=args.accumulation,
     )
+
+
+def costs_text(trainer: Trainer, ranks: Ranks, steps: int, costs: list[Cost]) -> str:
+    """Return tables of this rank's memory and traffic, and of the costs of sharding schemes."""
     titles = ("by formula, per rank", "weights, gradients and optimizer state", f"sent between nodes in {steps} steps")
     by_formula = ["  ".join(titles)]
     for cost in costs:

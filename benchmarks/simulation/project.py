@@ -197,7 +197,7 @@ def project(model: Model, assumed: Assumptions, gbit: float, nodes: int, micro_b
         )
 
 
-_IN_COSTS = {"full": "FSDP"}
+_IN_COSTS = {"full": "FSDP2"}
 
 
 def _sent_between(outcome: SimResult, scheme: str, gpus: int) -> float:

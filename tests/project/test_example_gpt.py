@@ -11,8 +11,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from gpt import GPT, GPTConfig
+from matplotlib.figure import Figure
+from run_picture import draw
 from scheme_costs import scheme_costs
 from stdlib_text import IGNORED, WindowSampler, is_held_out, load_corpus, validation_share
+
+from layerzero import MemoryReport, TrafficReport
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +120,26 @@ def test_later_tokens_do_not_change_earlier_logits(model: GPT) -> None:
     assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
 
 
-# --- formulas ---
+# --- picture and formulas ---
+
+
+def test_the_picture_shows_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    memory = MemoryReport({}, {"zero3_shard": 3_000_000, "optimizer": 2_000_000, "host_accumulator": 1})
+    traffic = TrafficReport({}, {}, {"replica": 8_000_000, "zero3": 1})
+    draw(
+        str(tmp_path / "run.png"),
+        [3.0, 2.0],
+        memory,
+        traffic,
+        scheme_costs(80_000_000, ranks=4, zero3_size=2, micro_batches=3),
+    )
+    loss, stored, sent = saved[0].axes
+    assert list(loss.lines[0].get_ydata()) == [3.0, 2.0]
+    assert [text.get_text().strip() for text in stored.texts] == ["5", "320", "640"], "MB by hand, as below"
+    assert [text.get_text().strip() for text in sent.texts] == ["4", "480", "160"], "MB per step"
+    assert [bar.get_width() for bars in stored.containers for bar in bars] == [3, 2, 320, 640]
 
 
 def test_costs_of_a_case_worked_by_hand() -> None:

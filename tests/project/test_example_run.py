@@ -32,7 +32,7 @@ ARGS = ["--model", "tiny", "--steps", "4", "--save-every", "2", "--seq-len", "16
 
 def _run(rank: int, folder: str, zero3_size: int, optimizer: str) -> tuple[float, float]:
     argv = [*ARGS, "--device", "cpu", "--no-sample", "--checkpoints", folder, "--zero3-size", str(zero3_size)]
-    argv += ["--optimizer", optimizer, "--dtype", "bf16"]
+    argv += ["--optimizer", optimizer, "--dtype", "bf16", "--picture", f"{folder}.png"]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         return tuple(train_gpt.main(argv))
 
@@ -43,6 +43,7 @@ def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_pa
     folder = tmp_path / "run"
     first, last = run_ranks(_run, str(folder), 2, optimizer)[0]
     assert last < first - 0.1
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000004"]
     shutil.rmtree(folder / "step-000004")
     assert run_ranks(_run, str(folder), 2, optimizer)[0] == (first, last)
