@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.network import Node
 from benchmarks.worker import Job
+from layerzero.extend import Progress
 
 __all__ = ["RanksFailed", "meeting", "run_job"]
 
@@ -46,7 +47,8 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
             _start(replace(job, folder=folder), nodes, rank, store, Path(folder)) for rank in range(job.task.ranks)
         ]
         try:
-            _wait(processes, Path(folder), timeout)
+            with Progress(f"{job.contestant}, A={job.task.micro_batches}, {job.task.reduce}") as progress:
+                _wait(processes, Path(folder), timeout, progress)
         finally:
             for process in processes:
                 if process.poll() is None:
@@ -115,13 +117,15 @@ def _start(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float, progress: Progress) -> None:
+    began = time.monotonic()
     while any(process.poll() is None for process in processes):
         for rank, process in enumerate(processes):
             if process.poll():
                 raise RanksFailed(f"rank {rank} failed with status {process.returncode}: {_tail(folder, rank)}")
-        if time.monotonic() > deadline:
+        elapsed = time.monotonic() - began
+        progress.update(f"{elapsed:.0f} s of at most {timeout:.0f} s")
+        if elapsed > timeout:
             raise RanksFailed(f"not finished after {timeout:.0f} s; rank 0 said: {_tail(folder, 0)}")
         time.sleep(0.1)
     for rank, process in enumerate(processes):

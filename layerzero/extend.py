@@ -137,6 +137,7 @@ from layerzero.utils.bit_sums import as_integers, digest, sum64
 from layerzero.utils.import_path import load_named
 from layerzero.utils.machine import available_memory, boot_id
 from layerzero.utils.nonfinite import any_not_finite, format_first_names, max_magnitudes, nonfinite_names
+from layerzero.utils.progress import Progress
 from layerzero.utils.text_tables import size_text, table
 
 __all__ = [
@@ -185,6 +186,7 @@ __all__ = [
     "PendingWait",
     "PlannedUnit",
     "Policy",
+    "Progress",
     "RefreshInput",
     "Reshards",
     "RowShardSpec",

@@ -25,7 +25,7 @@ from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.publish import contiguous_on_cpu, tensor_bytes, write_file
-from layerzero.extend import LocalShard, local_rows
+from layerzero.extend import LocalShard, Progress, local_rows, size_text
 
 _HEADER_BYTES = 100 << 20  # maximum size in bytes of the header of a safetensors file
 _PIECE = 64 << 20  # maximum number of bytes of a tensor that `iter_rows` reads at once
@@ -40,13 +40,16 @@ def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: Sa
     """Write all items of a rank's save plan into one safetensors file."""
     item_of = {item.index.fqn: item for item in items}
     tensors = {key: _shape_and_dtype(item) for key, item in item_of.items()}
-    return write_safetensors(folder / rank_file(rank), tensors, lambda key: [_resolve_rows(planner, item_of[key])])
+    path, shown = folder / rank_file(rank), rank == 0
+    return write_safetensors(path, tensors, lambda key: [_resolve_rows(planner, item_of[key])], shown=shown)
 
 
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
     content_of: Callable[[str], Iterable[Tensor]],
+    *,
+    shown: bool = True,
 ) -> FileRecord:
     """Write a safetensors file from a stream of tensors and hash the file while writing.
 
@@ -55,6 +58,7 @@ def write_safetensors(
     Args:
         tensors: shape and dtype of each tensor, by name.
         content_of: function that returns the values of a tensor as consecutive tensors on any device.
+        shown: whether to print the progress of long writes.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -67,15 +71,21 @@ def write_safetensors(
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     header_bytes = json.dumps(header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
-    return write_file(path, _safetensors_bytes(header_bytes, chain.from_iterable(map(content_of, order))))
+    with Progress(f"write of {path.name}", shown=shown) as progress:
+        content = chain.from_iterable(map(content_of, order))
+        return write_file(path, _safetensors_bytes(header_bytes, content, end, progress))
 
 
-def _safetensors_bytes(header: bytes, content: Iterable[Tensor]) -> Iterator[Any]:
+def _safetensors_bytes(header: bytes, content: Iterable[Tensor], size: int, progress: Progress) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
+    written = 0
     for piece in content:
         values = contiguous_on_cpu(piece)
-        yield from tensor_bytes(values)
+        for part in tensor_bytes(values):
+            yield part
+            written += len(part)
+            progress.update(f"{size_text(written)} of {size_text(size)}")
 
 
 def _shape_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from layerzero import LayerZeroConfig, PrecisionPolicy
-from layerzero.extend import ACCUMULATIONS, Units, block_classes, plan_units
+from layerzero.extend import ACCUMULATIONS, Progress, Units, block_classes, plan_units
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.estimator import OTHER_SCHEMES, Estimator, Row
@@ -99,30 +99,32 @@ def plan(
         compute = ComputeCost.of_units(selected, tokens, recompute=recompute)
     compute = compute._replace(activation_bytes=activation_bytes or compute.activation_bytes)
     estimator = Estimator(selected, config, cluster, compute, micro_batches)
-    rows = _tried_rows(estimator, list(zero3_sizes or filter(None, [config.zero3_size])))
+    with Progress("plan") as progress:
+        rows = _tried_rows(estimator, list(zero3_sizes or filter(None, [config.zero3_size])), progress)
     rows.sort(key=lambda row: (row.excess, row.host_excess, row.cost.seconds(), len(row.offload), row.peak))
     return Plan(estimator, tokens, tuple(rows), tuple(_other_rows(estimator)), _simplest_fast_row(rows))
 
 
-def _tried_rows(estimator: Estimator, given: Sequence[int]) -> list[Row]:
+def _tried_rows(estimator: Estimator, given: Sequence[int], progress: Progress) -> list[Row]:
     """Return the rows of layerzero with the `given` values of `zero3_size`, or with those that are tried by default."""
     cluster = estimator.cluster
-    rows = [row for size in _sizes(given, cluster) for row in _rows(estimator, size)]
+    rows = [row for size in _sizes(given, cluster) for row in _rows(estimator, size, progress)]
     for size in () if given else _sizes_beyond_a_node(cluster):
         fitting = [row for row in rows if row.fits and row.zero3_size < cluster.ranks]
         if any(row.accumulation == "sharded" and not row.offload for row in fitting):
             break
-        rows += _rows(estimator, size)
+        rows += _rows(estimator, size, progress)
     return rows
 
 
-def _rows(estimator: Estimator, zero3_size: int) -> Iterator[Row]:
+def _rows(estimator: Estimator, zero3_size: int, progress: Progress) -> Iterator[Row]:
     """Yield the rows of layerzero with one `zero3_size`."""
     given = estimator.config.accumulation
     for mode in [given] if callable(given) else ACCUMULATIONS:
         # "full" equals "sharded" if weights are not sharded, and "local" if there is one replica.
         if (mode == "full" and zero3_size == 1) or (mode == "local" and zero3_size == estimator.cluster.ranks):
             continue
+        progress.update(f"zero3_size={zero3_size}")
         tried = [estimator.layerzero(zero3_size, mode)]
         if not tried[0].fits:
             tried += [estimator.layerzero(zero3_size, mode, offload) for offload in _OFFLOADS]

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from layerzero.extend import agreed, require_equal, strip_wrapper_names, torch_compat
+from layerzero.extend import Progress, agreed, require_equal, strip_wrapper_names, torch_compat
 from layerzero.verification.comparison import StepRecord
 from layerzero.verification.schemes import Scheme, accumulating, set_up
 
@@ -39,6 +39,7 @@ class TrainingTask:
     steps: int
     micro_batches: int
     seed: int
+    progress: Progress = field(default_factory=lambda: Progress("", shown=False))
 
     def build_model(self) -> nn.Module:
         """Build the user's model with the random seeds reset, so that all models start with equal weights."""
@@ -70,6 +71,7 @@ class TrainingTask:
         Returns:
             The loss. The gradients are those of the loss divided by the number of micro-batches.
         """
+        self.progress.update(f"step {step + 1} of {self.steps}")
         index = step * self.micro_batches + micro_batch
         batch = torch_compat.tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
         _seed(self.seed, 1 + index, rank, 1)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from layerzero import Codecs, LayerZeroConfig, PrecisionPolicy, shard_model
 from layerzero.extend import (
+    Progress,
     agreed,
     compute_device,
     default_device_type,
@@ -275,13 +276,14 @@ def _verify(rank: int, arguments: Mapping[str, Any], *, device_type: str = "cpu"
     fields = dict(arguments)
     sizes, tolerance, settings = fields.pop("zero3_sizes"), fields.pop("tolerance"), fields.pop("settings")
     scheme: Scheme = fields.pop("scheme")
-    task = TrainingTask(**fields)
+    progress = Progress("verify, one process", shown=rank == 0)
+    task = TrainingTask(**fields, progress=progress)
     world = dist.get_world_size()
     numbers = {"steps": task.steps, "micro_batches": task.micro_batches, "seed": task.seed}
     agreed_values = {**numbers, "scheme": scheme_name(scheme), "zero3_sizes": sizes, "tolerance": tolerance}
     require_equal("verify", agreed_values, ranks=range(world))
     device = compute_device(device_type)
-    with preserved_rng(device):
+    with preserved_rng(device), progress:
         with agreed("verify, unsharded run", {}, ranks=range(world)):
             plain = train_plain(task, world_size=world, device=device, rank=rank, fp32_masters=scheme == "layerzero")
         notes = _notes(plain, world)
@@ -299,6 +301,8 @@ def _run_trial(
     task: TrainingTask, scheme: Scheme, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
     """Train with `scheme` once. Return one row per parameter on rank 0, and an empty list on other ranks."""
+    size = "" if trial.zero3_size is None else f" with zero3_size={trial.zero3_size}"
+    task.progress.work = f"verify, {scheme_name(scheme)}{size}"
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
@@ -310,7 +314,6 @@ def _run_trial(
             if rank == 0:
                 comparison.add(step, plain.records[step], snapshot)
     except Exception as error:
-        size = "" if trial.zero3_size is None else f" with zero3_size={trial.zero3_size}"
         subject = f"the unsharded run works, but {scheme_name(scheme)}{size} in {trial.precision} fails"
         raise RuntimeError(f"{subject}: {type(error).__name__}: {error}") from error
     return comparison.rows()
