@@ -59,6 +59,16 @@ def test_no_page_is_wider_than_the_window(site: Path, address: str, browser: Bro
     assert wide == {}
 
 
+@pytest.mark.parametrize("width", [420, 1000, 1400])
+def test_charts_are_as_wide_as_the_text(address: str, browser: Browser, width: int) -> None:
+    script = """return [...document.querySelectorAll(".md-content p > img")]
+        .map(e => e.clientWidth - e.parentElement.clientWidth)"""
+    for page in ("", "benchmarks/", "scale/"):
+        browser.show(f"{address}/{page}", width=width)
+        found = browser.run(script)
+        assert found and all(abs(difference) <= 1 for difference in found), (page, found)
+
+
 def test_wide_tables_and_code_scroll_in_their_own_box(address: str, browser: Browser) -> None:
     browser.show(f"{address}/benchmarks/", width=420)
     for box in (".md-typeset__scrollwrap", "pre > code"):
