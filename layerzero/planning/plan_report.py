@@ -175,7 +175,7 @@ class Plan:
             table(header, cells),
             _wrapped(_LEGEND),
             "",
-            f"Memory per rank of {self.compared[0].label}:",
+            _wrapped(f"Memory per rank of {self.compared[0].label}:"),
             _wrapped(", ".join(f"{kind} {size_text(n)}" for kind, n in self.compared[0].kinds.items())),
             "",
             *self._link_lines(),
