@@ -75,8 +75,14 @@ def estimate_memory(
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
     """Return the number of bytes used on the device between two steps, without scratch buffers or optimizer state."""
-    of_handles = sum(device_bytes(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
-    return of_handles + _accumulator_bytes(units, config)[0]
+    handles = [(handle, unit) for unit in units for handle in unit.handles]
+    of_handles = sum(device_bytes(_handle_bytes(handle, unit, config)) for handle, unit in handles)
+    kept = (  # frozen weights that stay gathered
+        sum(handle.gathered_sizes(unit.traits))
+        for handle, unit in handles
+        if not handle.trainable and not unit.reshard_after_backward
+    )
+    return of_handles + sum(kept) + _accumulator_bytes(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:

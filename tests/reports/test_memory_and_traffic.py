@@ -22,6 +22,8 @@ import layerzero
 from layerzero import PrecisionPolicy
 from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import DIGEST_BYTES
+from layerzero.estimates.memory_estimate import held_bytes
+from layerzero.estimates.specs import specs_of
 from tests.support.models import IntegerNet, TiedTransformer, exact_model, integer_batch, integer_loss, integer_net
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -337,6 +339,22 @@ def test_frozen_weights_are_neither_reduced_nor_refreshed(rank: int) -> None:
     assert traffic.bytes["refresh"] == sent(in_fp32, 2, FP32, share=2) + sent(in_bf16, 2, BF16, share=2)
     report = layerzero.memory(model)
     assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted
+
+
+@on_ranks(shared_memory="off")
+def test_the_logged_size_counts_frozen_weights_that_stay_gathered_between_steps(rank: int) -> None:
+    for reshard in (True, "step", False):
+        units = ("low", "frozen", "head")
+        model = layerzero.shard_model(Mixed(), zero3_size=2, units=units, reshard_after_forward=reshard)
+        optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+        state, measured = get_state(model), layerzero.memory(model).measured
+        kinds = ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator", "full_buffer")
+        held = held_bytes(specs_of(state.units), state.config)
+        assert held == sum(measured[kind] for kind in kinds), reshard
+        assert (measured["full_buffer"] > 0) == (reshard == "step"), reshard
 
 
 @on_ranks()
