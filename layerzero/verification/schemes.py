@@ -94,7 +94,9 @@ def accumulating(model: Any) -> Iterator[None]:
             yield
     elif hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
     else:
         yield

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import VerifyReport
+from layerzero.verification.schemes import accumulating
 from tests.support.ranks import run_ranks
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -34,6 +37,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh()).square().mean()
+
+
+def test_after_a_micro_batch_that_fails_the_model_reduces_gradients_again() -> None:
+    model = mock.Mock(spec=["set_requires_gradient_sync"])
+    with pytest.raises(KeyError), accumulating(model):
+        raise KeyError
+    assert model.mock_calls == [mock.call.set_requires_gradient_sync(each) for each in (False, True)]
 
 
 NAMES = {name for name, _ in Net().named_parameters()}
