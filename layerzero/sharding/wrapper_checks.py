@@ -66,11 +66,14 @@ def guard_fully_shard(modules: Iterable[nn.Module]) -> None:
 
 
 class _Registry(dict[str, Any]):
-    """Registry of composable torch functions for one module. A lookup of ``fully_shard`` raises ValueError."""
+    """Registry of composable torch functions for one module. A lookup of ``fully_shard`` raises ValueError.
+
+    Both ``fully_shard`` and ``replicate`` look it up.
+    """
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
-            raise ValueError(_sharded_twice_message("fully_shard (FSDP2)", "a module that"))
+            raise ValueError(_sharded_twice_message("fully_shard (FSDP2) or replicate", "a module that"))
         return super().__contains__(name)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import wrap as policies
@@ -385,8 +386,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "DDP around": (lambda: DistributedDataParallel(_shard()), f"applying DistributedDataParallel to .*{TWICE}"),
     "DDP around something with it": (lambda: DistributedDataParallel(_with_part(_shard())), rf"'1\.shift'.*{TWICE}"),
     "DataParallel around": (lambda: DataParallel(_shard()), f"^ValueError: applying DataParallel to .*{TWICE}"),
-    "fully_shard around": (lambda: fully_shard(_shard()), rf"fully_shard \(FSDP2\) to .*{TWICE}"),
+    "fully_shard around": (lambda: fully_shard(_shard()), rf"fully_shard \(FSDP2\) or .*{TWICE}"),
     "fully_shard of a unit": (lambda: fully_shard(_shard(units=["first"]).first), rf"fully_shard .*{TWICE}"),
+    "replicate of a unit": (lambda: replicate(_shard(units=["first"]).first), rf" or replicate .*{TWICE}"),
     "fully_shard of a part": (lambda: fully_shard(_shard().second), rf"fully_shard .*{TWICE}"),
     "FSDP1 around": (lambda: _train(_fsdp1(_shard())), r"parameter '\w+.*before shard_model, and do not combine it"),
     "DDP inside": (
