@@ -106,7 +106,7 @@ from layerzero.estimates.scratch_buffers import scratch_of
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
-from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
+from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
 from layerzero.optimizers.optimizer_state import shorten_names
 from layerzero.optimizers.torch_state_dict import strip_wrapper_names
@@ -244,7 +244,6 @@ __all__ = [
     "has_peers",
     "host_memory",
     "is_unit",
-    "kinds_that_need_full_params",
     "launching",
     "load_named",
     "local_rows",

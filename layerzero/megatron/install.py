@@ -9,6 +9,7 @@ Therefore these names in ``megatron.training.training``, and no others, are repl
 - ``get_megatron_optimizer``: the replacement returns the :class:`ShardedMegatronOptimizer` of the chunks.
 - ``calc_params_l2_norm``: the replacement counts each row once.
 - ``check_param_hashes_across_dp_replicas``: the replacement compares the shards of the replicas.
+- In 0.16, ``get_megatron_muon_optimizer``: as ``get_megatron_optimizer``, which 0.19 calls for all optimizers.
 - In 0.16, ``finalize_model_grads``: the replacement is the function that :func:`layerzero.megatron.wrap` has set in the
   config, because the loop overwrites that config attribute with the function of this name.
 - In 0.19, ``setup_model_and_optimizer``: the replacement checks flags and then calls the original. If a script passes a
@@ -61,7 +62,8 @@ def install() -> None:
 
     if isinstance(training.get_model, _GetModel):
         return
-    replaced = [*_REPLACED, "finalize_model_grads" if release() < _BUILDERS else "setup_model_and_optimizer"]
+    own = ["finalize_model_grads", "get_megatron_muon_optimizer"]
+    replaced = [*_REPLACED, *(own if release() < _BUILDERS else ["setup_model_and_optimizer"])]
     if missing := [name for name in replaced if not hasattr(training, name)]:
         raise RuntimeError(
             f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces, so it does not belong to "
@@ -72,7 +74,9 @@ def install() -> None:
     training.get_megatron_optimizer = build.make_optimizer
     training.calc_params_l2_norm = params_norm
     training.check_param_hashes_across_dp_replicas = replicas_agree
-    if release() >= _BUILDERS:
+    if release() < _BUILDERS:
+        training.get_megatron_muon_optimizer = build.make_optimizer
+    else:
         from megatron.training.models import dist_utils  # noqa: PLC0415
 
         training.setup_model_and_optimizer = build.checking_arguments_first(training.setup_model_and_optimizer)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero import EMA, ShardedOptimizer, refresh, shard_optimizer
-from layerzero.extend import get_state, kinds_that_need_full_params, local_rows, torch_compat
+from layerzero.extend import get_state, local_rows, torch_compat
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.model_checks import is_counted, reduce_over_model, refuse_nonfinite, sum_of_squares
+from layerzero.megatron.muon import is_muon, muon_and_adamw, refuse_muon, split_groups
 from layerzero.optimizers import adamw, sgd
 
 
@@ -23,9 +24,9 @@ class ShardedMegatronOptimizer:
 
     Args:
         model_chunks: chunks that :func:`layerzero.megatron.wrap` returned.
-        config: Megatron's OptimizerConfig. This class uses `optimizer` (``"adam"`` or ``"sgd"``) and the settings of
-            that optimizer, `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss
-            scale. Settings for Megatron's sharding and overlap are ignored.
+        config: Megatron's OptimizerConfig. This class uses `optimizer` (``"adam"``, ``"sgd"`` or ``"muon"``) and the
+            settings of that optimizer, `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16`
+            with its loss scale. Settings for Megatron's sharding and overlap are ignored.
         config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., "lr_mult": ..., ...}}``. The keys see parameters with
             their global shapes. The default is Megatron's: biases and 1-D parameters have no weight decay.
         make_optimizer: function that creates the inner optimizer from parameter groups. It replaces the optimizer that
@@ -42,7 +43,7 @@ class ShardedMegatronOptimizer:
 
     Raises:
         ValueError: `config` lacks a learning rate or names an unsupported optimizer; `config_overrides` gives a
-            parameter two values for one setting, or another optimizer; or the inner optimizer needs full parameters.
+            parameter two values for one setting, or another optimizer.
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class ShardedMegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.groups = self.model_chunks[0].groups
         self.sharded: list[ShardedOptimizer | None] = []
+        self._with_muon = make_optimizer is None and is_muon(config)
+        if self._with_muon:
+            refuse_muon(config, self.groups.tensor.size())
         for chunk in self.model_chunks:
             groups = _param_groups(chunk, config, config_overrides)
-            inner = (make_optimizer or self._create_default_optimizer)(groups) if groups else None
-            if inner is not None and kinds_that_need_full_params(inner, get_state(chunk).mesh_info.device):
-                raise ValueError(
-                    f"{type(inner).__name__} needs full parameters, which is not supported inside Megatron. Return an "
-                    "element-wise optimizer from make_optimizer, such as layerzero.optimizers.adamw"
-                )
+            inner: Optimizer | None = None
+            if groups and self._with_muon:
+                inner = muon_and_adamw(chunk, split_groups(groups), config)
+            elif groups:
+                inner = (make_optimizer or self._create_default_optimizer)(groups)
             self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
         self.emas: list[EMA | None] = [
             None if ema_decay is None or sharded is None else EMA(chunk, ema_decay)
@@ -91,7 +94,8 @@ class ShardedMegatronOptimizer:
             return sgd(groups, **settings, momentum=config.sgd_momentum)
         if config.optimizer != "adam":
             raise ValueError(
-                f"config.optimizer={config.optimizer!r} is not supported. Use 'adam' or 'sgd', or pass make_optimizer"
+                f"config.optimizer={config.optimizer!r} is not supported. Use 'adam', 'sgd' or 'muon', or pass "
+                "make_optimizer"
             )
         betas = (config.adam_beta1, config.adam_beta2)
         if not config.decoupled_weight_decay:
@@ -299,12 +303,12 @@ class ShardedMegatronOptimizer:
             ValueError: some parameters have not been updated yet, or step counts differ between parameters.
             NotImplementedError: the format cannot represent some state; the message names this state.
         """
-        from layerzero.megatron.sharded_optimizer_state import chained_states, sharded_states  # noqa: PLC0415
+        from layerzero.megatron.sharded_optimizer_state import chained_states  # noqa: PLC0415
 
-        states = sharded_states if self.groups.expert_zero1 is None else chained_states
-        return states(
+        return chained_states(
             self._chunk_optimizers(),
             is_loading=is_loading,
+            with_muon=self._with_muon,
             metadata=metadata,
             grad_scaler=None if self.grad_scaler is None else self.grad_scaler.state_dict(),
             groups=self.groups,

@@ -40,13 +40,16 @@ class GlobalParam:
     key: str
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
-    def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
+    def entry(self, rows: Tensor, *, prefix: str = "", spec: RowShardSpec | None = None) -> Any:
         """Return the sharded state dict entry for `rows`: this rank's rows of the parameter or of its optimizer state.
 
         A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
         piece, a non-strict load replaces the entry with NOT_FOUND.
+
+        Args:
+            spec: sharding of the rows, if it is not that of the parameter.
         """
-        spec = self.member.spec
+        spec = spec or self.member.spec
         if not self.pieces:
             return LocalNonpersistentObject(sharded(rows, spec))
 

@@ -7,8 +7,9 @@
 - If ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: like the second format, but with all masters
   under ``param``.
 
-With expert parallelism, Megatron chains two optimizers, and the second optimizer updates the experts. The state dict is
-then ``{0: ..., 1: ...}``, and each value has one of these formats.
+With expert parallelism, Megatron chains two optimizers, and the second optimizer updates the experts. With Muon, one or
+two more optimizers update the parameters that are not matrices. The state dict is then ``{0: ..., 1: ...}``, and each
+value has one of these formats.
 
 In all formats, a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one
 step count. The EMA of the weights is stored under ``ema``, a key that Megatron's optimizers do not load.
@@ -17,6 +18,8 @@ step count. The EMA of the weights is stored under ``ema``, a key that Megatron'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +28,18 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from layerzero import EMA, ShardedOptimizer
-from layerzero.extend import ManagedParam, RowShardedTensor, get_state, local_rows, state_after_a_step
+from layerzero.extend import (
+    ManagedParam,
+    RowShardedTensor,
+    RowShardSpec,
+    get_state,
+    local_rows,
+    state_after_a_step,
+)
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.muon import is_matrix_group
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raising_on_all_ranks
-from layerzero.megatron.sharded_model_state import global_params
+from layerzero.megatron.sharded_model_state import GlobalParam, global_params
 
 _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # key of the tensors, by chunk and parameter name
@@ -38,17 +49,22 @@ _IDENTITY = param_group_identifier_keys  # keys that identify a parameter group;
 
 
 class ChunkOptimizer(NamedTuple):
-    """Model chunk with its optimizer and its EMA. `experts` selects some of the optimizer's parameter groups."""
+    """Model chunk with its optimizer and its EMA. `experts` and `matrices` select some of the parameter groups."""
 
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
     ema: EMA | None = None
     experts: bool | None = None  # True: only expert-parallel parameter groups; False: only the others; None: all groups
+    matrices: bool | None = None  # True: only groups that Muon updates; False: only the others; None: all groups
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups
-        return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
+        return [
+            group
+            for group in self.optimizer.param_groups
+            if self.experts in (None, group.get("is_expert_parallel", False))
+            and self.matrices in (None, is_matrix_group(group))
+        ]
 
     def members(self, group: Mapping[str, Any]) -> Iterator[ManagedParam]:
         """Yield the managed parameters in one of the optimizer's parameter groups."""
@@ -77,17 +93,28 @@ class _CommonState(NamedTuple):
 
 
 def chained_states(
-    pairs: Sequence[ChunkOptimizer], *, metadata: Mapping[str, Any] | None, **how: Any
+    pairs: Sequence[ChunkOptimizer], *, with_muon: bool, metadata: Mapping[str, Any] | None, **how: Any
 ) -> dict[Any, Any]:
-    """Return the :func:`sharded_states` of two chained optimizers. The second optimizer updates the experts.
+    """Return the :func:`sharded_states` of Megatron's chained optimizers: of Muon and AdamW, each also for experts.
 
-    On a stage without experts, return only the state of the first optimizer. All ranks must call this function.
+    On a stage without experts of a kind, the chain has no optimizer for them. If only one optimizer remains, return its
+    state. All ranks must call this function.
     """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
-    chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
-    states = [sharded_states(pairs_of_kind, metadata=metadata, **how) for pairs_of_kind in chain]
-    if not any(pair.groups for pair in chain[1]):  # no experts on this stage
+    if with_muon and (metadata or {}).get("distrib_optim_sharding_type") is not None:
+        raise NotImplementedError(
+            "distrib_optim_sharding_type is not supported with Muon. Remove it from the metadata (in Megatron-LM: "
+            "--use-distributed-optimizer)"
+        )
+    parts = (None,) if how["groups"].expert_zero1 is None else (False, True)
+    states = []
+    for matrices, experts in product((True, False) if with_muon else (None,), parts):
+        of_kind = [pair._replace(matrices=matrices, experts=experts) for pair in pairs]
+        state = sharded_states(of_kind, metadata=metadata, **how)
+        if not experts or any(pair.groups for pair in of_kind):
+            states.append(state)
+    if len(states) == 1:
         return states[0]
     if not (metadata or {}).get("chained_optim_avoid_prefix", False):
         for index, state in enumerate(states):
@@ -116,8 +143,10 @@ def sharded_states(
                 f"distrib_optim_sharding_type={kind!r} stores buffers of Megatron's distributed optimizer, which "
                 f"layerzero does not have. Use {_RESHARDABLE!r}"
             )
-        for index, pair in enumerate(pairs):
-            tensors |= _sharded_entries(pair, index, metadata, kind, steps, is_loading=is_loading)
+        # With owners, this is a collective. It comes before anything that may fail on only some ranks.
+        states = [pair.optimizer.state_dict_by_name()["state"] for pair in pairs]
+        for index, (pair, state) in enumerate(zip(pairs, states, strict=True)):
+            tensors |= _sharded_entries(pair, index, metadata, kind, state, steps, is_loading=is_loading)
         members = [member for pair in pairs for member in get_state(pair.chunk).members.values()]
         common = _CommonState(
             _merge_groups([pair.groups for pair in pairs]), steps, any(map(_master_dtype_differs, members))
@@ -147,19 +176,29 @@ def _format_state(
 
 
 def _sharded_entries(
-    pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+    pair: ChunkOptimizer,
+    index: int,
+    metadata: Any,
+    kind: str | None,
+    state: Mapping[str, Any],
+    steps: set[float],
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
-    """Return the entries for each parameter's optimizer state, EMA and master, and add step counts to `steps`.
+    """Return the entries for each parameter's optimizer `state`, EMA and master, and add step counts to `steps`.
 
     The keys combine the chunk's index and the parameter's name.
     """
-    _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
+    members = get_state(pair.chunk).members.values()
+    _, described = global_params(pair.chunk.module, members, metadata)
+    described_in_full: Mapping[str, GlobalParam] = {}
+    if pair.optimizer.has_owners:
+        _, described_in_full = global_params(pair.chunk.module, members, metadata, of_all_ranks=True)
     if shared := pair.optimizer.shared_state():
         raise NotImplementedError(
             f"the optimizer has state under {next(iter(shared))!r}, which is no parameter, so Megatron's format cannot "
             "store it. Use layerzero.megatron.save and load"
         )
-    state = pair.optimizer.state_dict_by_name()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
     for group in pair.groups:
@@ -167,14 +206,23 @@ def _sharded_entries(
         if not is_loading and group.get("step") is not None:
             steps.add(float(group["step"]))
         for member in pair.members(group):
-            rows = _state_rows(member, state, example_state, steps, is_loading=is_loading)
+            param, spec = described[member.name], pair.optimizer.spec_of_state(member.name, member.spec.shape)
+            assert spec is not None
+            param_of_state = param
+            if pair.optimizer.owned(member.name) is not None:  # all rows of the state are on the owner
+                param_of_state = described_in_full[member.name] if spec.rows else replace(param, pieces=())
+            values = _state_rows(member, spec, state, example_state, steps, is_loading=is_loading)
+            entries = {
+                key: param_of_state.entry(value, prefix=f"optimizer.state.{key}.", spec=spec)
+                for key, value in values.items()
+            }
+            rows: dict[str, Tensor] = {}
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else local_rows(averages[member.name])
             if kind is not None or _master_dtype_differs(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
-            global_param = described[member.name]
-            entries = {key: global_param.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
+            entries |= {key: param.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
             if entries:  # an empty dict would count as common state, which must not differ between ranks
                 result[_state_key(index, member)] = entries
     return result
@@ -182,19 +230,25 @@ def _sharded_entries(
 
 def _state_rows(
     member: ManagedParam,
+    spec: RowShardSpec,
     states: Mapping[str, Any],
     example_state: Mapping[str, Any],
     steps: set[float],
     *,
     is_loading: bool,
 ) -> dict[str, Tensor]:
-    """Return the rows of each tensor of a parameter's optimizer state, and add its step count to `steps`."""
+    """Return the rows of each tensor of a parameter's optimizer state, and add its step count to `steps`.
+
+    Args:
+        spec: sharding of the tensors. All their rows are on the owner if the parameter has one.
+    """
     dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
-    if is_loading:  # separate memory, so that a failed load changes nothing
-        return {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
-    if example_state and not states:  # no step yet, or all steps were skipped after overflows
-        steps.add(0.0)
-        return {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+    has_no_step = bool(example_state) and not states  # or all steps were skipped after overflows
+    if is_loading or has_no_step:  # separate memory, so that a failed load changes nothing
+        if has_no_step and not is_loading:
+            steps.add(0.0)
+        shape = (len(spec.rows), *spec.shape[1:])
+        return {key: member.master.new_zeros(shape, dtype=dtype) for key, dtype in dtypes.items()}
     # Some optimizers store no state, such as SGD without momentum.
     state = states.get(member.name, None if example_state else {})
     if state is None:
@@ -206,7 +260,7 @@ def _state_rows(
     for key, value in state.items():
         if key == "step":
             steps.add(float(value))
-        elif isinstance(value, RowShardedTensor):
+        elif isinstance(value, RowShardedTensor) and value.shape == spec.shape:
             rows[key] = local_rows(value)
         elif value is not None:
             raise NotImplementedError(
@@ -402,7 +456,8 @@ def _state_key(index: int, member: ManagedParam) -> str:
 
 
 def _group_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key) for key in _IDENTITY)
+    # In Megatron-Core 0.16, groups of Muon and of AdamW differ in no key of _IDENTITY.
+    return (is_matrix_group(group), *(group.get(key) for key in _IDENTITY))
 
 
 def _master_dtype_differs(member: ManagedParam) -> bool:

@@ -69,7 +69,7 @@ _HOOKS = "searches the output layer inside Megatron's own wrapper; leave it out"
 _LOOP = (
     _Rule("use_torch_fsdp2", _WRAPPER),
     _Rule("use_megatron_fsdp", _WRAPPER),
-    _Rule("optimizer", "is not tested in Megatron's loop; use adam or sgd", ("adam", "sgd")),
+    _Rule("optimizer", "is not tested in Megatron's loop; use adam, sgd or muon", ("adam", "sgd", "muon", "dist_muon")),
     _Rule("ckpt_convert_format", "cannot store shards; convert without layerzero"),
     _Rule("non_persistent_ckpt_type", "stores the state of a node in a separate format; use global", ("global",)),
     _Rule("overlap_param_gather_with_optimizer_step", "configures Megatron's optimizer; leave it out"),
@@ -109,6 +109,11 @@ def refuse_flags(args: Any) -> None:
             refused.append(
                 "--use-distributed-optimizer saves buffers that layerzero does not have; add "
                 "--dist-ckpt-optim-fully-reshardable"
+            )
+        if args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False):  # since 0.19
+            refused.append(
+                "--use-distributed-optimizer and dist_muon select another form of checkpoint for Muon, which layerzero "
+                "does not have; use --optimizer muon alone, whose work and state layerzero shards anyway"
             )
     if _balances_quantiles(args):
         refused.append(f"--moe-router-load-balancing-type quantile_balancing {_ROUTER_BIAS}; use aux_loss or sinkhorn")

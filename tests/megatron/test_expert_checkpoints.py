@@ -131,6 +131,7 @@ def _merged_by_megatron(rank: int, path: str, case: Case) -> dict[str, Tensor]:
 
 CASES = {
     "2": experts(2, zero3_size=4),
+    "2 with muon": experts(2, optimizer="muon"),
     "4": experts(4),
     "1, sharded over more ranks": experts(1, expert_zero3_size=4),
     "2 beside tensor ranks": experts(2, tp=2, sequence_parallel=True),

@@ -57,7 +57,8 @@ def ours(rank: int, arguments: Sequence[str], also: Any = None, node: int = 2, w
 
 
 def _both(rank: int, arguments: Sequence[str], node: int) -> tuple[Printed, Printed]:
-    return own(rank, arguments), ours(rank, [*arguments, *OURS], node=node)
+    both = [argument for argument in arguments if not argument.startswith("--layerzero")]
+    return own(rank, both), ours(rank, [*arguments, *OURS], node=node)
 
 
 LAYOUTS = {
@@ -75,6 +76,14 @@ LAYOUTS = {
     "distributed optimizer": (DISTRIBUTED, 2),
     "bf16": (["--bf16"], 2),
     "sgd": (["--optimizer", "sgd"], 2),
+    "muon": (["--optimizer", "muon", "--muon-fp32-matmul-prec", "high"], 2),
+    "experts": (
+        [
+            *["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"],
+            *["--disable-bias-linear", "--layerzero-expert-zero3-size=1"],
+        ],
+        4,
+    ),
 }
 
 
@@ -112,7 +121,7 @@ def assert_alike(mine: dict[str, str], theirs: dict[str, str], where: object, un
 REFUSED = {
     "--ckpt-format": ["--ckpt-format", "torch", "--save", "nowhere", "--save-interval", "2"],
     "--use-distributed-optimizer": ["--use-distributed-optimizer", "--save", "nowhere", "--save-interval", "2"],
-    "--optimizer": ["--optimizer", "muon"],
+    "and dist_muon": ["--optimizer", "dist_muon", "--save", "nowhere", "--save-interval", "2"],
     "--check-for-large-grads": ["--check-for-large-grads"],
     "--save-wgrads-interval": ["--save-wgrads-interval", "2", "--save", "nowhere", "--save-interval", "2"],
     "--num-distributed-optimizer-instances": [
@@ -122,6 +131,7 @@ REFUSED = {
 }
 if RELEASE >= (0, 19):
     REFUSED |= {
+        "--optimizer": ["--optimizer", "lion"],
         "--save-params-interval": ["--save-params-interval", "2", "--save", "nowhere", "--save-interval", "2"],
     }
 

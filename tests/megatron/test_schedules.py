@@ -155,7 +155,8 @@ def _resumes(rank: int, folder: str, cases: list[Case]) -> None:
 
 def test_a_checkpoint_resumes_exactly_on_the_same_layout(tmp_path: Path) -> None:
     fp16 = PIPELINE.but(dtype="float16", overflow_at=2)
-    run_ranks(_resumes, str(tmp_path), [fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
+    muon = PIPELINE.but(optimizer="muon")
+    run_ranks(_resumes, str(tmp_path), [fp16, INTERLEAVED.but(zero3_size=1), muon], world_size=4)
 
 
 @on_ranks(world_size=4)

@@ -124,6 +124,9 @@ def _close(some: list[float], others: list[float]) -> bool:
 
 
 INTERCHANGED = {
+    "muon": (DATA.but(optimizer="muon"), None),
+    "muon-bf16": (DATA.but(tp=2, optimizer="muon", dtype="bfloat16"), METADATA),
+    "muon-experts": (experts(2, optimizer="muon"), METADATA),
     "fp32": (DATA.but(pp=2), None),
     "bf16": (DATA.but(tp=2, dtype="bfloat16"), None),
     "fp16": (DATA.but(pp=2, dtype="float16", overflow_at=1), None),
@@ -161,15 +164,16 @@ def test_expert_parallel_checkpoints_are_megatrons(dtype: str, metadata: Any, tm
             assert_same(one, other, case)
 
 
-def test_expert_parallel_checkpoints_resume_on_other_ranks(tmp_path: Path) -> None:
-    path = f"{tmp_path}/saved"
-    expected = run_ranks(save_and_go_on, path, experts(2), METADATA, make_ours, True, world_size=4)
-    own = experts(2, zero3_size=1, expert_zero3_size=2)
-    for case in (experts(2), experts(4, zero3_size=4), own, experts(4)):
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_expert_parallel_checkpoints_resume_on_other_ranks(optimizer: str, tmp_path: Path) -> None:
+    path, saved = f"{tmp_path}/saved", experts(2, optimizer=optimizer)
+    expected = run_ranks(save_and_go_on, path, saved, METADATA, make_ours, True, world_size=4)
+    own = saved.but(zero3_size=1, expert_zero3_size=2)
+    for case in (saved, experts(4, zero3_size=4, optimizer=optimizer), own, experts(4, optimizer=optimizer)):
         resumed = run_ranks(_resume, path, case, METADATA, make_ours, True, world_size=4)
         shutil.rmtree(f"{path}-again")
         for one, other in zip(expected, resumed, strict=True):
-            if case == experts(2):
+            if case == saved:
                 _assert_bits(one, other)
             torch.testing.assert_close(one.losses, other.losses, rtol=1e-4, atol=1e-5)
 

@@ -103,7 +103,8 @@ def save_and_go_on(rank: int, path: str, case: Case, metadata: Any, make: Make, 
         chunks, optimizer = make(case)
         scheduler = make_scheduler(optimizer)
         for group in optimizer.param_groups:
-            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # only the checkpoint has this value
+            changed = {"eps": 1e-6, "dampening": 0.2}  # values that only the checkpoint has
+            group.update({name: value for name, value in changed.items() if name in group})
         train(case, chunks, optimizer, scheduler, BEFORE)
         save(path, chunks, optimizer, scheduler, metadata, parallel)
         return go_on(case, chunks, optimizer, scheduler)

@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.support import emerging_optimizers_stand_in
+
 
 @contextlib.contextmanager
 def cpu_instead_of_cuda() -> Iterator[None]:
@@ -62,6 +64,7 @@ def _import_megatron() -> tuple[Any, Any, Any]:
     """Import Megatron without torch.compile, which it calls at import; importing torch's compiler takes seconds."""
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", _as_it_is):
         warnings.simplefilter("ignore")  # missing optional packages of Megatron, deprecations of torch
+        emerging_optimizers_stand_in.install()
         import megatron.core.optimizer  # noqa: PLC0415, F401
         from megatron.core.tensor_parallel import random  # noqa: PLC0415
         from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415

@@ -205,6 +205,7 @@ def optimizer_config(case: Case) -> Any:
         hysteresis=1,
         use_distributed_optimizer=case.distributed,
         log_num_zeros_in_grad=True,
+        muon_fp32_matmul_prec="highest",  # with less, Newton-Schulz iterations run in bf16, and amplify rounding
     )
 
 
@@ -236,7 +237,7 @@ def make_reference(case: Case) -> tuple[list[nn.Module], Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer, muon
 
     config = make_config(case)
     settings = DistributedDataParallelConfig(
@@ -249,6 +250,8 @@ def make_reference(case: Case) -> tuple[list[nn.Module], Any]:
     for chunk in chunks:
         chunk.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
+    if case.optimizer == "muon" and hasattr(muon, "TensorParallelMuon"):  # Megatron-Core 0.16
+        get_megatron_optimizer = muon.get_megatron_muon_optimizer
     optimizer = get_megatron_optimizer(optimizer_config(case), chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
