@@ -124,10 +124,12 @@ from layerzero.sharding.unit_selection import (
     UnitDefinition,
     block_classes,
     chosen_units,
+    has_forward,
     qualified_name,
     ranks_in,
     refuse_shared_memory,
     refuse_unsupported,
+    units_around,
 )
 from layerzero.sharding.unit_settings import tied_buffers
 from layerzero.sharding.wrapper_checks import guard_fully_shard, guard_wrappers, refuse_wrapped_parts
@@ -241,6 +243,7 @@ __all__ = [
     "group_kind",
     "guard_fully_shard",
     "guard_wrappers",
+    "has_forward",
     "has_peers",
     "host_memory",
     "is_unit",
@@ -295,6 +298,7 @@ __all__ = [
     "tied_buffers",
     "timeout_of",
     "torch_compat",
+    "units_around",
     "waiting",
 ]
 

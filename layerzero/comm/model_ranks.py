@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -172,27 +171,25 @@ class ModelParallelAxes:
 
     @classmethod
     def derived(cls, mesh_info: MeshInfo, model_parallel_mesh: DeviceMesh) -> ModelParallelAxes:
-        """Derive the axes, without communicators, from the mesh that contains all of them. Ranks do not communicate.
+        """Derive the axes, without communicators, from the mesh whose slices both meshes are. Ranks do not communicate.
 
         Raises:
             ValueError: no mesh contains the data-parallel and the model-parallel axes.
         """
-        whole, flat = model_parallel_mesh._get_root_mesh(), mesh_info.flat_mesh.mesh
-        coordinates = {whole.mesh[place].item(): list(place) for place in product(*map(range, whole.shape))}
-        if not coordinates.keys() >= {*flat.flatten().tolist()} or whole == model_parallel_mesh:
+        whole: list[int] = model_parallel_mesh._get_root_mesh().mesh.flatten().tolist()
+        flat, axes = mesh_info.flat_mesh.mesh.flatten().tolist(), model_parallel_mesh.mesh.flatten().tolist()
+        table: list[list[int]] = []
+        if {*whole} >= {*flat}:
+            # The position of a rank is the sum of its coordinates, each times the stride of its axis.
+            own = whole.index(dist.get_rank())
+            places = [[whole.index(axis) + whole.index(rank) - own for rank in flat] for axis in axes]
+            table = [[whole[place] for place in row if 0 <= place < len(whole)] for row in places]
+        if len({rank for row in table for rank in row}) != len(flat) * len(axes):
             raise ValueError(
-                f"parameters are DTensors on a mesh of the ranks {model_parallel_mesh.mesh.tolist()}, and no mesh has "
-                "these ranks and the data-parallel ranks as axes. Take both from one mesh: init_device_mesh(..., "
+                f"parameters are DTensors on a mesh of the ranks {axes}, and no mesh has these ranks and the "
+                f"data-parallel ranks {flat} as axes. Take both from one mesh: init_device_mesh(..., "
                 "mesh_dim_names=('dp', 'tp'))['tp'], or use layerzero.shard_model"
             )
-        axes = [(whole.mesh_dim_names or ()).index(name) for name in model_parallel_mesh.mesh_dim_names or ()]
-        table = []
-        for rank in model_parallel_mesh.mesh.flatten().tolist():
-            places = [list(coordinates[each]) for each in flat.flatten().tolist()]
-            for place in places:
-                for axis in axes:
-                    place[axis] = coordinates[rank][axis]
-            table.append([whole.mesh[tuple(place)].item() for place in places])
         return cls._over(mesh_info, model_parallel_mesh, table, ())
 
     @classmethod

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.extend import (
     ParamInfo,
@@ -21,6 +24,7 @@ from layerzero.extend import (
     find_model_parallel_meshes,
     guard_fully_shard,
     guard_wrappers,
+    has_forward,
     is_unit,
     plan_unit,
     ranks_in,
@@ -59,9 +63,13 @@ def fully_shard(
         module: a module, or a list of modules that form one unit.
         mesh: data-parallel mesh. On a mesh with one axis, weights and optimizer states are sharded over it. On a mesh
             with two axes, weights are sharded over the second, and optimizer states over both. The default is all
-            ranks. All units of a model must have the same mesh.
+            ranks. Units such as experts may have a mesh of some ranks of the root's mesh; see docs/meshes.md. As with
+            FSDP2, gradients are divided by the number of ranks of this mesh, unless `set_gradient_divide_factor` was
+            called.
         reshard_after_forward: see :func:`layerzero.shard_model`. None means False for the root, and True otherwise.
-        shard_placement_fn: accepted if it returns None or ``Shard(0)`` for each parameter.
+        shard_placement_fn: accepted if it returns None or ``Shard(0)`` for each parameter, or torch's
+            ``ShardPlacementResult`` of these, whose mesh must be the same for all parameters of a module. Modules on
+            another mesh become units inside.
         mp_policy: dtypes of the unit. A :class:`layerzero.PrecisionPolicy` may set only the fields of torch's class.
         offload_policy: torch's ``CPUOffloadPolicy`` or :class:`layerzero.Offload`, equal in all calls of a model.
         ignored_params: parameters that are not sharded, and whose gradients are not reduced.
@@ -93,27 +101,61 @@ def fully_shard(
             "fully_shard: dp_mesh_dims is not supported. Pass the data-parallel axes of the mesh, such as "
             "mesh=mesh['dp_replicate', 'dp_shard']"
         )
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Pass its data-parallel axes")
-    if mesh is None:
-        mesh = DeviceMesh.from_group(cast("dist.ProcessGroup", dist.group.WORLD), default_device_type())
+    mesh = _mesh_or_default(mesh)
     for each in modules:
         _refuse_module(each)
         refuse_wrapped_parts(each, ignored)
     settings = CallSettings.of(mp_policy, reshard_after_forward, offload_policy)
-    definition, inside = _define(modules, mesh, ignored)
+    others = _on_other_meshes(modules, mesh, shard_placement_fn, ignored)
+    for other, inner in others.items():
+        _build(inner, other, settings, ignored_list)
+    _build(modules, mesh, settings, ignored_list)
+    for each in modules:
+        mix_in(each, [module for inner in others.values() for module in inner])
+    guard_wrappers()
+    _guard_optimizers()
+    return module
+
+
+@functools.cache
+def _guard_optimizers() -> None:
+    """Make ``step()`` raise for parameters of models that are not complete. Complete models raise it themselves."""
+    register_optimizer_step_pre_hook(_refuse_early_step)
+
+
+def _refuse_early_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        spec = parameter._local_tensor.spec if isinstance(parameter, RowShardedTensor) else None
+        if spec is not None and spec.mesh_info.groups.deferred:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() would update parameter {spec.name!r}, which layerzero has sharded. "
+                "Call step() on the optimizer returned by layerzero.shard_optimizer(optimizer, model)"
+            )
+
+
+def _build(modules: list[nn.Module], mesh: DeviceMesh, settings: CallSettings, ignored: Sequence[nn.Parameter]) -> None:
+    """Build the unit of `modules`, with those of their parameters that no unit has yet."""
+    definition, inside = _define(modules, mesh, {id(parameter) for parameter in ignored})
     shared = provisional_resources(mesh, settings.offload, find_model_parallel_meshes([definition])[mesh])
-    _refuse_placements(definition.parameters, shard_placement_fn)
     for each in modules:
         refuse_shared_memory(each, {id(info.parameter) for info in definition.parameters})
     planned = plan_unit(definition, settings.of_unit(modules[0], mesh.shape[-1]), shared)
     built = build_unit(planned, shared, param_init_fn=_leave_uninitialized)
-    UnfinishedUnit(modules, settings, shared, planned, built, inside, ignored_list)
-    for each in modules:
-        mix_in(each)
-    guard_wrappers()
+    UnfinishedUnit(modules, settings, shared, planned, built, inside, ignored)
     guard_fully_shard(definition.modules)
-    return module
+
+
+def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        return DeviceMesh.from_group(cast("dist.ProcessGroup", dist.group.WORLD), default_device_type())
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"fully_shard expects mesh to be a DeviceMesh, got {mesh!r}. Pass a mesh, or an axis of one: "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))['dp']"
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Pass its data-parallel axes")
+    return mesh
 
 
 def _leave_uninitialized(module: nn.Module) -> None:
@@ -193,11 +235,39 @@ def _refuse_parameter(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _refuse_placements(parameters: Iterable[ParamInfo], shard_placement_fn: Any) -> None:
-    for info in parameters if shard_placement_fn is not None else ():
-        placement = shard_placement_fn(info.parameter)
-        if placement is not None and placement != Shard(0):
+def _on_other_meshes(
+    modules: Iterable[nn.Module], mesh: DeviceMesh, placement_of: Any, ignored: Collection[int]
+) -> dict[DeviceMesh, list[nn.Module]]:
+    """Return the modules whose parameters `placement_of` puts on another mesh than `mesh`, by that mesh."""
+    found: dict[DeviceMesh, list[nn.Module]] = {}
+    pending = [*modules] if placement_of is not None else []
+    while pending:
+        module = pending.pop()
+        meshes = {
+            name: _mesh_of(name, placement_of(parameter), mesh)
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in ignored and not isinstance(parameter, RowShardedTensor)
+        }
+        distinct = {*meshes.values()}
+        if len(distinct) == 1 and mesh not in distinct and module not in modules and has_forward(module):
+            found.setdefault(distinct.pop(), []).append(module)
+            continue
+        if any(each != mesh for name, each in meshes.items() if "." not in name):
             raise ValueError(
-                f"shard_placement_fn returned {placement} for parameter {info.name!r}, but layerzero shards all "
-                "parameters by rows. Return None"
+                f"shard_placement_fn returned another mesh for some parameters of a {type(module).__name__}: {meshes}. "
+                "Return one mesh for all of them. If it is that of all parameters of the call, pass it as mesh"
             )
+        pending += [child for child in module.children() if unfinished_unit_of(child) is None]
+    return found
+
+
+def _mesh_of(name: str, placed: Any, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh in a result of `shard_placement_fn`, by default `mesh`."""
+    placement = getattr(placed, "placement", placed)
+    if placement is not None and placement != Shard(0):
+        raise ValueError(
+            f"shard_placement_fn returned {placement} for parameter {name!r}, but layerzero shards all parameters by "
+            "rows. Return None"
+        )
+    own: DeviceMesh = placed.mesh_info.mesh if hasattr(placed, "mesh_info") else mesh
+    return own

@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed import fsdp
 
-from layerzero.extend import module_methods, torch_compat
+from layerzero.extend import MeshInfo, forward_hooks, module_methods, torch_compat
 from layerzero.fsdp2.unfinished import unfinished_unit_of
+
+_ON_OTHER_MESHES = "_layerzero_on_other_meshes"  # attribute of a module; see `mix_in`
 
 
 class FSDPModule(fsdp.FSDPModule, nn.Module):
@@ -59,16 +61,17 @@ class FSDPModule(fsdp.FSDPModule, nn.Module):
         _set(self, module_methods.set_reshard_after_backward, reshard_after_backward, recurse=recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Set the units that the unit's forward prefetches."""
-        _set(self, module_methods.set_modules_to_forward_prefetch, modules)
+        """Set the units that the unit's forward prefetches, without those on other meshes."""
+        _set(self, _set_prefetched, module_methods.set_modules_to_forward_prefetch, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Set the units that the unit's backward prefetches."""
-        _set(self, module_methods.set_modules_to_backward_prefetch, modules)
+        """Set the units that the unit's backward prefetches, without those on other meshes."""
+        _set(self, _set_prefetched, module_methods.set_modules_to_backward_prefetch, modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of the sum of all ranks' gradients of the unit, but not of the units inside it."""
-        _set(self, module_methods.set_gradient_divide_factor, factor, recurse=False)
+        """Set the divisor of the sum of all ranks' gradients of the call, but not of the calls inside it."""
+        for each in (self, *vars(self).get(_ON_OTHER_MESHES, ())):
+            _set(each, module_methods.set_gradient_divide_factor, factor, recurse=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Same as :meth:`set_gradient_divide_factor`."""
@@ -140,6 +143,18 @@ def _set(module: nn.Module, setter: Callable[..., None], *args: Any, **kwargs: A
         unit.defer(functools.partial(setter, module, *args, **kwargs))
 
 
+def _set_prefetched(module: nn.Module, setter: Callable[..., None], modules: Sequence[nn.Module]) -> None:
+    """Set the prefetched units. Units on another mesh than `module` are gathered by the calls around them."""
+    if not isinstance(modules, nn.Module):
+        own = _mesh_of(module)
+        modules = [each for each in modules if _mesh_of(each) is own]
+    setter(module, modules)
+
+
+def _mesh_of(module: nn.Module) -> MeshInfo:
+    return forward_hooks(module)[0].unit.mesh_info
+
+
 def _refuse(method: str) -> NoReturn:
     raise NotImplementedError(
         f"{method} is not supported: all ranks must launch reductions in the same order, which user code between them "
@@ -163,9 +178,15 @@ def _mixed_class(kind: Any) -> Any:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def mix_in(module: nn.Module) -> None:
-    """Make the class of a module derive from :class:`FSDPModule`, as torch's ``fully_shard`` does."""
+def mix_in(module: nn.Module, on_other_meshes: Sequence[nn.Module]) -> None:
+    """Make the class of a module derive from :class:`FSDPModule`, as torch's ``fully_shard`` does.
+
+    Args:
+        on_other_meshes: modules of the call whose parameters are on another mesh.
+    """
     kind: Any = type(module)
     function: Any = fsdp.fully_shard
     vars(module).setdefault(torch_compat.STATE_KEY, {})[function.__wrapped__] = _NoState()
+    if on_other_meshes:
+        vars(module)[_ON_OTHER_MESHES] = on_other_meshes
     module.__class__ = _mixed_class(kind)

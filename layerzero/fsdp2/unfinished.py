@@ -36,8 +36,10 @@ from layerzero.extend import (
     UnfinishedHook,
     UnitDefinition,
     UnitSettings,
+    agreed,
     build_unit,
     drop_idle_groups,
+    find_model_parallel_meshes,
     forward_hooks,
     group_count_fields,
     is_unit,
@@ -49,8 +51,8 @@ from layerzero.extend import (
     qualified_name,
     ranks_in,
     replaced_param_error,
-    require_equal,
     tied_buffers,
+    units_around,
 )
 
 _RESOURCES: weakref.WeakValueDictionary[object, SharedResources] = weakref.WeakValueDictionary()
@@ -140,6 +142,7 @@ class UnfinishedUnit:
 
     Attributes:
         around: unit of a later call that contains this unit, or None.
+        failure: why the model could not be completed, so that the unit cannot be used, or an empty string.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class UnfinishedUnit:
         self.around: UnfinishedUnit | None = None
         for each in inside:
             each.around = self
+        self.failure = ""
         self.changes: list[tuple[int, Callable[[], None]]] = []
         self._handles: list[RemovableHandle] = []
         for module in modules:
@@ -183,42 +187,60 @@ class UnfinishedUnit:
         """Make a change of settings when the model is complete."""
         self.changes.append((next(_CHANGES), change))
 
-    def move_to(self, name: str, names: dict[nn.Module, str], shared: SharedResources) -> BuiltUnit:
-        """Return the unit with its name in the model, and with the resources of the model.
+    def define(self, name: str, names: dict[nn.Module, str], mesh: DeviceMesh) -> UnitDefinition:
+        """Return the definition of the unit with its name in the model.
 
         Args:
             names: names of all modules of the model.
+            mesh: the mesh of the unit, as an object that all units on the mesh share.
         """
-        built = move_unit(self.built, self.renamed(name, names, next(iter(shared.sites))), shared)
-        return built._replace(
+        old = self.planned.definition
+        gathered = {member.name: member.gathered for member in self.built.unit.members()}
+        parameters = [
+            ParamInfo(qualified_name(names[info.owners[0][0]], info.owners[0][1]), gathered[info.name], info.owners)
+            for info in old.parameters
+        ]
+        modules = {module: names[module] for module in old.modules if module in names}
+        return UnitDefinition(name, mesh, sorted(old.called, key=list(names).index), parameters, modules=modules)
+
+    def plan(self, definition: UnitDefinition) -> PlannedUnit:
+        """Return the plan of the unit with names in the model."""
+        old, replicas = self.planned.definition.parameters, definition.mesh.size() // definition.mesh.shape[-1]
+        new_name = {before.name: after.name for before, after in zip(old, definition.parameters, strict=True)}
+        handles = []
+        for spec in self.planned.handles:
+            slots = tuple(replace(slot, name=new_name[slot.name]) for slot in spec.layout.slots)
+            layout = replace(spec.layout, slots=slots)
+            handles.append(replace(spec, unit=definition.reduced_with(replicas), layout=layout))
+        settings = self.settings.of_unit(definition.called[0], definition.mesh.shape[-1], is_root=not definition.name)
+        return PlannedUnit(definition, settings, handles)
+
+    def move_to(
+        self, planned: PlannedUnit, names: Mapping[nn.Module, str], shared: SharedResources, around: list[BuiltUnit]
+    ) -> BuiltUnit:
+        """Return the unit with its name in the model, and with the resources of the model.
+
+        Args:
+            planned: result of :meth:`plan`.
+            names: names of all modules of the model.
+            around: see `enclosing` of :func:`build_unit`.
+        """
+        return move_unit(self.built, planned, shared, enclosing=around)._replace(
             uninitialized=[
                 replace(each, name=qualified_name(names[each.owner], each.attribute))
-                for each in built.uninitialized
+                for each in self.built.uninitialized
                 if each.owner in names
             ],
             was_on_meta=True,  # perhaps on another rank
         )
 
-    def renamed(self, name: str, names: dict[nn.Module, str], mesh: DeviceMesh) -> PlannedUnit:
-        """Return the plan of the unit with names in the model."""
-        old = self.planned.definition
-        new_name = {info.name: qualified_name(names[info.owners[0][0]], info.owners[0][1]) for info in old.parameters}
-        definition = UnitDefinition(
-            name,
-            mesh,
-            sorted(old.called, key=list(names).index),
-            [ParamInfo(new_name[info.name], info.parameter, info.owners) for info in old.parameters],
-            modules={module: names[module] for module in old.modules if module in names},
-        )
-        handles = []
-        for spec in self.planned.handles:
-            slots = tuple(replace(slot, name=new_name[slot.name]) for slot in spec.layout.slots)
-            handles.append(replace(spec, unit=name, layout=replace(spec.layout, slots=slots)))
-        settings = self.settings.of_unit(definition.called[0], mesh.shape[-1], is_root=not name)
-        return PlannedUnit(definition, settings, handles)
-
     def leave(self) -> None:
-        """Remove the hooks from the modules, whose model takes over."""
+        """Remove the hooks from the modules. The hooks of the model take their places, as FSDP2's have them."""
+        for module in self.modules:
+            hooks: Any = module._forward_pre_hooks
+            before = itertools.takewhile(lambda key: not isinstance(hooks[key], _FirstForwardHook), hooks)  # noqa: B023
+            for key in [*before][:0:-1]:  # the user has prepended them after the call; that of the model is the first
+                hooks.move_to_end(key, last=False)
         for handle in self._handles:
             handle.remove()
 
@@ -279,30 +301,38 @@ def _complete(root: nn.Module) -> None:
     names = {module: name for name, module in root.named_modules()}
     units = _named_units(names)
     first = next(iter(units))
+    if first.failure:
+        raise RuntimeError(f"the model could not be completed: {first.failure}. Build and shard a new model")
     policies = {name: unit.settings.policy for unit, name in units.items()}
+    mesh = _root_mesh(root, units)
     config = LayerZeroConfig(
-        zero3_size=first.mesh.shape[-1],
+        zero3_size=mesh.shape[-1],
         mp_policy=lambda name, module: policies.get(name, PrecisionPolicy()),
         offload=first.settings.offload,
         sync_module_states=False,
     )
-    _compare(root, units, config, failure=_failure(root, names, units))
+    definitions, meshes = _agree(root, names, units, mesh, config)
     groups = ModelGroups()
     try:
-        meshes = {first.mesh: _model_parallel_mesh(units)}
         shared = SharedResources.create(meshes, config, groups, sums_locally=False)
-        shared = shared.share_memory([spec for unit in units for spec in unit.planned.handles])
-        built = [unit.move_to(name, names, shared) for unit, name in units.items()]
-        if "" not in policies:  # a module without a call contains all units
-            definition = UnitDefinition("", first.mesh, [root])
-            settings = CallSettings.of(None, False, None).of_unit(root, first.mesh.shape[-1])
-            built.append(build_unit(plan_unit(definition, settings, shared), shared))
-        for unit in units:
-            unit.leave()
-        make_root(root, built, shared)
-    except BaseException:
+        planned = {unit: unit.plan(definition) for definition, unit in definitions.items() if unit is not None}
+        shared = shared.share_memory([spec for each in planned.values() for spec in each.handles])
+        built: dict[UnitDefinition, BuiltUnit] = {}
+        for definition, unit in definitions.items():  # a unit follows those around it
+            if unit is None:  # a module without a call contains all units
+                settings = CallSettings.of(None, False, None).of_unit(root, mesh.shape[-1])
+                built[definition] = build_unit(plan_unit(definition, settings, shared), shared)
+            else:
+                around = [built[each] for each in definition.enclosing]
+                built[definition] = unit.move_to(planned[unit], names, shared, around)
+        make_root(root, built.values(), shared)
+    except BaseException as error:
         groups.abandon()
+        for unit in units:
+            unit.failure = f"{type(error).__name__}: {error}"
         raise
+    for unit in units:
+        unit.leave()
     if "" in policies and isinstance(first.settings.reshards, bool):
         module_methods.set_reshard_after_forward(root, first.settings.reshards, recurse=False)
     _apply_changes(units)
@@ -332,68 +362,105 @@ def _named_units(names: Mapping[nn.Module, str]) -> dict[UnfinishedUnit, str]:
     return {unit: "+".join(names.get(module, "?") for module in own) for unit, own in modules.items()}
 
 
-def _compare(
-    root: nn.Module, units: Mapping[UnfinishedUnit, str], config: LayerZeroConfig, *, failure: Exception | None
-) -> None:
-    """Compare the units and settings of a model between its ranks. If a rank has a `failure`, all ranks raise."""
-    first = next(iter(units))
-    compared = {"units": [*units.values()]} | config.comparable_settings() | tied_buffers(root)
+def _root_mesh(root: nn.Module, units: Iterable[UnfinishedUnit]) -> DeviceMesh:
+    """Return the mesh of the root: that of its call, or without a call the largest."""
+    own = next((unit.mesh for unit in units if unit.modules == [root]), None)
+    return max((unit.mesh for unit in units), key=DeviceMesh.size) if own is None else own
+
+
+def _agree(
+    root: nn.Module,
+    names: dict[nn.Module, str],
+    units: Mapping[UnfinishedUnit, str],
+    mesh: DeviceMesh,
+    config: LayerZeroConfig,
+) -> tuple[Mapping[UnitDefinition, UnfinishedUnit | None], dict[DeviceMesh, DeviceMesh | None]]:
+    """Define the units of a model, and compare them and their settings between its ranks.
+
+    Args:
+        mesh: mesh of the root.
+
+    Returns:
+        The units by definition, the root first, which is None if it has no call; and the model-parallel mesh, or None,
+        by mesh of units. If a rank cannot define them, all ranks raise an error.
+    """
+    ranks, fields = ranks_in(mesh), dict[str, object]()
+    groups = group_count_fields(*(dist.get_process_group_ranks(group) for group in mesh.get_all_groups()), ranks)
+    on_root = [unit.model_parallel_mesh for unit in units if ranks_in(unit.mesh) == ranks]
+    axes = next((each for each in on_root if each is not None), None)
+    with agreed("fully_shard", fields, ranks=ranks, groups=groups):
+        along = () if axes is None else sorted(ranks_in(axes))
+        with agreed("fully_shard", fields, ranks=along):  # on an error, the data-parallel ranks must raise, too
+            _check(root, names, units)
+            definitions = _define(root, names, units, mesh)
+            meshes = find_model_parallel_meshes([*definitions])
+            fields |= {"units": [*units.values()]} | config.comparable_settings() | tied_buffers(root)
+            for definition, unit in definitions.items():
+                fields |= {} if unit is None else _to_compare(definition, unit, mesh)
+        if axes is not None:
+            fields["model-parallel coordinate"] = axes.get_coordinate()
+    return definitions, meshes
+
+
+def _define(
+    root: nn.Module, names: dict[nn.Module, str], units: Mapping[UnfinishedUnit, str], mesh: DeviceMesh
+) -> dict[UnitDefinition, UnfinishedUnit | None]:
+    """Return the units of a model by definition, in the order of the model."""
+    meshes = {(*ranks_in(mesh), mesh.shape[-1]): mesh}
+    definitions: dict[UnitDefinition, UnfinishedUnit | None] = {}
+    if "" not in units.values():
+        definitions[UnitDefinition("", mesh, [root])] = None
     for unit, name in units.items():
-        own = {"reshard_after_forward": unit.settings.reshards, "mp_policy": str(unit.settings.policy)}
-        compared |= {f"{key} ({name or 'root'})": value for key, value in (own | unit.built.to_compare).items()}
-    axes = _model_parallel_mesh(units)
-    if axes is not None:
-        try:
-            require_equal("fully_shard", compared, ranks=sorted(ranks_in(axes)), failure=failure)
-        except (ValueError, RuntimeError) as error:  # the data-parallel ranks must raise, too
-            failure = error
-        compared["model-parallel coordinate"] = axes.get_coordinate()
-    ranks = first.shared.ranks.ranks
-    members = [dist.get_process_group_ranks(group) for group in first.mesh.get_all_groups()]
-    require_equal("fully_shard", compared, ranks=ranks, groups=group_count_fields(*members, ranks), failure=failure)
+        own = meshes.setdefault((*ranks_in(unit.mesh), unit.mesh.shape[-1]), unit.mesh)
+        definitions[unit.define(name, names, own)] = unit
+    units_around(root, definitions)
+    return definitions
 
 
-def _model_parallel_mesh(units: Iterable[UnfinishedUnit]) -> DeviceMesh | None:
-    return next((unit.model_parallel_mesh for unit in units if unit.model_parallel_mesh is not None), None)
+def _to_compare(definition: UnitDefinition, unit: UnfinishedUnit, mesh: DeviceMesh) -> dict[str, object]:
+    """Return the settings and properties of a unit that must be equal on all ranks of the model."""
+    own: dict[str, object] = {"reshard_after_forward": unit.settings.reshards, "mp_policy": str(unit.settings.policy)}
+    if definition.mesh is not mesh:
+        own["shape of the mesh"] = list(definition.mesh.shape)
+    return {f"{key} ({definition.name or 'root'})": value for key, value in (own | unit.built.to_compare).items()}
 
 
-def _failure(root: nn.Module, names: dict[nn.Module, str], units: Collection[UnfinishedUnit]) -> Exception | None:
-    """Return the error that this rank must raise, or None."""
-    first, axes = next(iter(units)), _model_parallel_mesh(units)
+def _check(root: nn.Module, names: Mapping[nn.Module, str], units: Collection[UnfinishedUnit]) -> None:
+    """Raise an error if the units, as they are on this rank, do not form a model with `root` as its root."""
+    first = next(iter(units))
     for each in units:
         outside = [module for module in each.modules if module not in names]
         if outside:
-            return ValueError(
+            raise ValueError(
                 f"fully_shard: a {type(outside[0]).__name__} of one unit is not inside the {type(root).__name__} that "
                 "was called first. Call the model that contains all modules of the unit first"
             )
-        own = each.settings.offload, each.mesh, each.model_parallel_mesh or axes
-        if own != (first.settings.offload, first.mesh, axes):
-            return ValueError(
-                f"fully_shard was called with different meshes or offload policies inside {type(root).__name__}: "
-                f"{own} and {(first.settings.offload, first.mesh, axes)}. Pass the same ones, or use "
+        if each.settings.offload != first.settings.offload:
+            raise ValueError(
+                f"fully_shard was called with different offload policies inside {type(root).__name__}: "
+                f"{each.settings.offload} and {first.settings.offload}. Pass the same ones, or use "
                 "layerzero.shard_model"
             )
         owners = {owner for info in each.planned.definition.parameters for owner, _ in info.owners}
         if removed := [type(owner).__name__ for owner in owners if owner not in names]:
-            return ValueError(
+            raise ValueError(
                 f"fully_shard: a {removed[0]} with parameters was removed from {type(root).__name__} after the call "
                 "that sharded it. Change the model before the calls"
             )
         for member in each.built.unit.members():
             if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
-                return replaced_param_error(member)
-    return _added_param_error(root, units) if first.modules == [root] else None
+                raise replaced_param_error(member)
+    if first.modules == [root]:
+        _refuse_added_params(root, units)
 
 
-def _added_param_error(root: nn.Module, units: Iterable[UnfinishedUnit]) -> Exception | None:
-    """Return the error for a trainable parameter that belongs to no unit and is not ignored, or None."""
+def _refuse_added_params(root: nn.Module, units: Iterable[UnfinishedUnit]) -> None:
+    """Raise RuntimeError if a trainable parameter belongs to no unit and is not ignored."""
     ignored = {id(parameter) for unit in units for parameter in unit.ignored}
     for name, parameter in root.named_parameters():
         is_known = isinstance(parameter, RowShardedTensor) or id(parameter) in ignored
         if parameter.requires_grad and not is_known:
-            return RuntimeError(
+            raise RuntimeError(
                 f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient would "
                 "not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
             )
-    return None

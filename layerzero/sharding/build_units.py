@@ -246,7 +246,9 @@ def build_unit(
     return BuiltUnit(unit, uninitialized, bool(on_meta), to_compare)
 
 
-def move_unit(built: BuiltUnit, planned: PlannedUnit, shared: SharedResources) -> BuiltUnit:
+def move_unit(
+    built: BuiltUnit, planned: PlannedUnit, shared: SharedResources, *, enclosing: Sequence[BuiltUnit] = ()
+) -> BuiltUnit:
     """Build a unit again that no pass has used, with the process groups, transport and pools of `shared`.
 
     The sharded parameters remain the same objects, with the same rows on each rank. The old handles lose their memory
@@ -254,6 +256,7 @@ def move_unit(built: BuiltUnit, planned: PlannedUnit, shared: SharedResources) -
 
     Args:
         planned: the plan from which the unit was built. Names and settings may have changed.
+        enclosing: see :func:`build_unit`.
     """
     plan, handles = planned.definition, list(built.unit.handles)
     site = shared.sites[plan.mesh]
@@ -265,7 +268,7 @@ def move_unit(built: BuiltUnit, planned: PlannedUnit, shared: SharedResources) -
         }
         handles[index] = _make_handle(planned, spec, originals, shared, previous=previous)
         previous.__dict__.clear()
-    unit = _make_unit(planned, handles, shared, built.unit.cast_buffers)
+    unit = _make_unit(planned, handles, shared, built.unit.cast_buffers, [each.unit for each in enclosing])
     return built._replace(unit=unit)
 
 

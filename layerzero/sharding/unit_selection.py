@@ -118,7 +118,7 @@ def partition(
                 plans[unit_name] = UnitDefinition(unit_name, mesh_of(unit_name, module), [])
             plans[unit_name].called.append(module)
     refuse_wrapped_parts(model, ignored)
-    around = _units_around(model, plans.values())
+    around = units_around(model, plans.values())
     for name, module in model.named_modules():
         around[name][0].modules[module] = name
     _assign_parameters(model, around, ignored)
@@ -126,7 +126,7 @@ def partition(
     return list(plans.values())
 
 
-def _units_around(model: nn.Module, plans: Collection[UnitDefinition]) -> dict[str, list[UnitDefinition]]:
+def units_around(model: nn.Module, plans: Collection[UnitDefinition]) -> dict[str, list[UnitDefinition]]:
     """Return the units that contain each module, innermost first, by path of the module. Set `enclosing` of all units.
 
     A module that is used in several places has several paths.
@@ -150,7 +150,7 @@ def _assign_parameters(
     """Add each parameter to the innermost unit that contains all modules that refer to it.
 
     Args:
-        around: result of :func:`_units_around`.
+        around: result of :func:`units_around`.
     """
     ranks: dict[UnitDefinition, list[int]] = {}
     for holders, info in _unique_parameters(model, ignored):
@@ -267,7 +267,7 @@ def chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _C
     for unit, module in chosen:
         if unit not in has_parameters:
             raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters. Leave it out of units")
-        if not _has_forward(module):
+        if not has_forward(module):
             raise ValueError(
                 f"unit {unit!r} ({type(module).__name__}) does not define forward, so no call would gather it. "
                 "Use its members as units instead"
@@ -275,7 +275,7 @@ def chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _C
     return chosen
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     # A module that torch.compile returns has a forward of its own.
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
@@ -332,7 +332,7 @@ def _units_by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) ->
             wrapped.add(module)
     else:
         _collect_wrapped(model, policy, ignored, wrapped)
-    wrapped = {each for each in wrapped if _has_forward(each) and _numel(each, ignored)}
+    wrapped = {each for each in wrapped if has_forward(each) and _numel(each, ignored)}
     return [(name, module) for module, name in names.items() if name and module in wrapped]
 
 
@@ -343,7 +343,7 @@ def _collect_wrapped(module: nn.Module, policy: Any, ignored: Collection[int], w
         return 0
     for child in module.children():
         inside += _collect_wrapped(child, policy, ignored, wrapped)
-    if not policy(module=module, recurse=False, nonwrapped_numel=numel - inside) or not _has_forward(module):
+    if not policy(module=module, recurse=False, nonwrapped_numel=numel - inside) or not has_forward(module):
         return inside
     wrapped.add(module)
     return numel
@@ -491,7 +491,7 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
 
     def may_be_unit(module: nn.Module) -> bool:
         name = names.get(module)
-        if not name or not _has_forward(module) or not _numel(module, ignored):
+        if not name or not has_forward(module) or not _numel(module, ignored):
             return False
         if any(name in _ancestors(block) or block in _ancestors(name) for block in blocks):
             return False

@@ -94,7 +94,7 @@ def settings(folder: str, how: str) -> Trainer.Config:
         made.parallelism.data_parallel_replicate_degree, made.parallelism.tensor_parallel_degree = 1, 2
     if how == "replicated":  # torchtitan's DDP
         made.parallelism.data_parallel_replicate_degree = 4
-    if how in ("experts, parallel", "experts, kept"):
+    if how in ("experts, parallel", "experts, kept", "experts, fully_shard"):
         made.parallelism.data_parallel_replicate_degree, made.parallelism.expert_parallel_degree = 1, 2
     if how == "experts, replicas":
         made.parallelism.expert_parallel_degree = 2
@@ -127,7 +127,7 @@ def _same(rank: int, folder: str, ways: list[str]) -> None:
 def _compare(folder: str, how: str, losses: list[float], norms: list[float], weights: dict[str, Tensor]) -> None:
     mine = with_layerzero(settings(folder, how), accumulation="full" if how == "full" else "sharded")
     replaced = contextlib.nullcontext()
-    if how == "fully_shard":  # called by torchtitan's own parallelize_fn, bottom-up
+    if how.endswith("fully_shard"):  # called by torchtitan's own parallelize_fn, bottom-up
         mine = settings(folder, how)
         mine.optimizer = with_layerzero(settings(folder, how)).optimizer
         replaced = mock.patch("torchtitan.distributed.fsdp.fully_shard", layerzero.fully_shard)
@@ -161,6 +161,7 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
     elif not how.endswith("parallel") and how not in (
         "experts, replicas",
         "experts, kept",
+        "experts, fully_shard",
     ):  # with one replica
         units = 4 if how == "tied" else 5  # two layers, the root, and the ends
         assert hop2 == units * 3  # two micro-batches in each of three steps
@@ -182,11 +183,11 @@ WAYS = {
     ],
     "one node, or many": ["kept", "replicated"],
     "tensor parallel": ["tensor parallel"],
-    "experts": ["experts", "experts, parallel", "experts, kept", "experts, replicas"],
+    "experts": ["experts", "experts, parallel", "experts, kept", "experts, fully_shard", "experts, replicas"],
 }
 _SETTINGS_OF = {
     **dict.fromkeys(("fully_shard", "by hand", "full", "kept until the step"), "chunked loss"),
-    "experts, kept": "experts, parallel",
+    **dict.fromkeys(("experts, kept", "experts, fully_shard"), "experts, parallel"),
 }
 
 
