@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed import fsdp
 
-from layerzero.extend import MeshInfo, forward_hooks, module_methods, torch_compat
+from layerzero.extend import MeshInfo, forward_hooks, get_state, module_methods, torch_compat
 from layerzero.fsdp2.unfinished import unfinished_unit_of
 
 _ON_OTHER_MESHES = "_layerzero_on_other_meshes"  # attribute of a module; see `mix_in`
@@ -33,7 +35,7 @@ class FSDPModule(fsdp.FSDPModule, nn.Module):
         return plain._apply(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
-        return _NoState()
+        return _State(self)
 
     def unshard(self, async_op: bool = False) -> Any:
         """Gather the weights of the unit ahead of its next forward. With `async_op`, return a handle to wait for."""
@@ -162,14 +164,25 @@ def _refuse(method: str) -> NoReturn:
     )
 
 
-class _NoState:
-    """State of FSDP2 that torch finds for a module: each use raises NotImplementedError."""
+class _State:
+    """State of FSDP2 that torch finds for a module, with the parts that torch's pipeline schedules use.
+
+    The schedules synchronize no gradients in the backward passes of micro-batches, and reduce them at the end.
+    """
+
+    _state_ctx = SimpleNamespace(all_states=())  # whose gradients the schedule would reduce one by one
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def _root_post_backward_final_callback(self) -> None:
+        if (module := self._module()) is not None:
+            get_state(module).scheduler.complete_gradients()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotImplementedError(
-            "a method of torch's FSDPModule, or a pipeline schedule of torch, needs the state of FSDP2 for a module "
-            "that layerzero.fully_shard has sharded. Leave the method out (docs/fsdp2.md). Pipeline schedules support "
-            "models of layerzero.shard_model"
+            f"a method of torch's FSDPModule needs the state of FSDP2 ({name}) for a module that layerzero.fully_shard "
+            "has sharded. Leave the method out (docs/fsdp2.md)"
         )
 
 
@@ -186,7 +199,7 @@ def mix_in(module: nn.Module, on_other_meshes: Sequence[nn.Module]) -> None:
     """
     kind: Any = type(module)
     function: Any = fsdp.fully_shard
-    vars(module).setdefault(torch_compat.STATE_KEY, {})[function.__wrapped__] = _NoState()
+    vars(module).setdefault(torch_compat.STATE_KEY, {})[function.__wrapped__] = _State(module)
     if on_other_meshes:
         vars(module)[_ON_OTHER_MESHES] = on_other_meshes
     module.__class__ = _mixed_class(kind)

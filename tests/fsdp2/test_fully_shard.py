@@ -347,9 +347,9 @@ def test_wrong_calls_are_errors_on_all_ranks(rank: int) -> None:
         (lambda: model.first.set_all_reduce_hook(print), NotImplementedError, "set_all_reduce_hook is not supported"),
         (lambda: copy.deepcopy(model), TypeError, "deepcopy"),
         (
-            lambda: torch_fully_shard.state(model.first)._state_ctx,
+            lambda: torch_fully_shard.state(model.first)._comm_ctx,
             NotImplementedError,
-            r"Pipeline schedules.*shard_model",
+            r"needs the state of FSDP2 \(_comm_ctx\)",
         ),
     ):
         with pytest.raises(error, match=text):
