@@ -12,6 +12,7 @@ from torch import nn
 
 from layerzero import LayerZeroConfig, PrecisionPolicy
 from layerzero.extend import (
+    COMPARE_EVERY,
     Accumulation,
     Extent,
     HandleSpec,
@@ -269,4 +270,7 @@ def _encoded_refresh(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig
     grid = unit.traits.grid
     numel = grid.numel(handle.layout, Extent.ZERO3) * (1 - 1 / grid.replicas)
     codec = config.codecs.refresh
-    return numel * (codec.message_bytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8)
+    each = codec.message_bytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8
+    if unit.traits.on_device:  # some refreshes send the weights
+        each += (handle.precision.compute.itemsize - each) / COMPARE_EVERY
+    return numel * each

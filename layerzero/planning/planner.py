@@ -79,10 +79,10 @@ def plan(
     """
     if tokens < 1 or micro_batches < 1:
         raise ValueError(f"tokens={tokens} and micro_batches={micro_batches} must be at least 1")
-    if config.codecs.refresh is not None and cluster.device != "cpu":
+    if isinstance(config.codecs.refresh, str) and cluster.device != "cpu":
         raise ValueError(
             f"Codecs.refresh={config.codecs.refresh!r} cannot be planned for device={cluster.device!r}, because only "
-            "CPUs encode refreshes. Plan without it, or for device='cpu'"
+            "CPUs compress refreshes losslessly. Plan without it, or for device='cpu'"
         )
     shape = read_config(Path(model)) if isinstance(model, (str, os.PathLike)) else model
     built = _build_model(shape)

@@ -175,6 +175,7 @@ RECORDED: list[tuple[int, str, int, dict[str, Any], tuple[float, ...]]] = [
     (8, "sharded", 2, OFFLOADS, (1508752, 2423456, 66456, 672320)),
     (4, "sharded", 1, {"mp_policy": NARROW}, (1845096, 1038624, 132912, 132912)),
     (4, "sharded", 2, {"codecs": Codecs(hop2=layerzero.Int8Blocks())}, (1838216, 2077248, 100392, 100392)),
+    (4, "sharded", 2, {"codecs": Codecs(refresh=layerzero.Int4Difference())}, (1801352, 2077248, *[151031.64375] * 2)),
     (4, "local", 1, {"offload": Offload(params=True)}, (1676088, 1038624, 199368, 199368)),
     (2, "sharded", 2, {"codecs": Codecs(refresh="lossless")}, (3233720, 1049472, 198415.8, 198415.8)),
 ]
