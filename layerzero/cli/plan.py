@@ -109,5 +109,5 @@ def _read_fields(kind: type[T], text: str, what: str) -> T:
         is_json = re.fullmatch(r"-?[\d.]+|true|false", value)
         values[name] = json.loads(value) if is_json else value
     if missing := [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]:
-        raise ValueError(f"{what} has no {', '.join(missing)}. Add {missing[0]}=NUMBER")
+        raise ValueError(f"{what} has no {', '.join(missing)}. Add {'=NUMBER,'.join(missing)}=NUMBER")
     return kind(**values)
