@@ -229,8 +229,8 @@ def _visit(module: nn.Module, name: str, own: dict[nn.Module, str], inside: dict
 def _refuse_parameter(parameter: nn.Parameter, name: str) -> None:
     if current(parameter) is not parameter or isinstance(parameter, RowShardedTensor):
         raise ValueError(
-            f"fully_shard: parameter {name!r} belongs to the unit of another call, as if weights are tied across "
-            "units, or to a model that is complete. Pass the modules that share the parameter as one list: "
+            f"fully_shard: parameter {name!r} belongs to the unit of another call, or to a model that is complete. "
+            "Call fully_shard for the innermost modules first. Pass modules that share a parameter as one list: "
             "fully_shard([model.embedding, model.head])"
         )
 

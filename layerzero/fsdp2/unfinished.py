@@ -11,6 +11,7 @@ units, compares them between ranks, creates the groups, and moves the units to t
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -54,6 +55,8 @@ from layerzero.extend import (
     tied_buffers,
     units_around,
 )
+
+_log = logging.getLogger(__name__)
 
 _RESOURCES: weakref.WeakValueDictionary[object, SharedResources] = weakref.WeakValueDictionary()
 _CHANGES = itertools.count()  # orders changes of settings
@@ -450,17 +453,18 @@ def _check(root: nn.Module, names: Mapping[nn.Module, str], units: Collection[Un
         for member in each.built.unit.members():
             if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
                 raise replaced_param_error(member)
-    if first.modules == [root]:
-        _refuse_added_params(root, units)
-
-
-def _refuse_added_params(root: nn.Module, units: Iterable[UnfinishedUnit]) -> None:
-    """Raise RuntimeError if a trainable parameter belongs to no unit and is not ignored."""
     ignored = {id(parameter) for unit in units for parameter in unit.ignored}
     for name, parameter in root.named_parameters():
         is_known = isinstance(parameter, RowShardedTensor) or id(parameter) in ignored
         if parameter.requires_grad and not is_known:
-            raise RuntimeError(
-                f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient would "
-                "not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
+            if first.modules == [root]:
+                raise RuntimeError(
+                    f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient "
+                    "would not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"
+                )
+            _log.warning(
+                "layerzero: parameter %r, and perhaps others, is in no call of fully_shard, so ranks neither shard it "
+                "nor average its gradient. Call fully_shard(model) too, or pass it in ignored_params",
+                name,
             )
+            break

@@ -24,6 +24,7 @@ from layerzero import FSDPModule, fully_shard
 from layerzero.comm.process_groups import current_groups
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
+from tests.support.logs import logged
 from tests.support.models import (
     BF16,
     IntegerNet,
@@ -101,10 +102,12 @@ def test_units_train_like_those_of_shard_model_and_like_one_process(
 
 @on_ranks(world_size=2)
 def test_a_model_without_a_call_of_its_own_is_the_root(rank: int) -> None:
-    """Its own parameter stays full on every rank, and its gradient is not averaged, as in FSDP2."""
+    """Its own parameter stays full on every rank, and its gradient is not averaged, as in FSDP2; a warning says so."""
     model, alone = shard_units(integer_net(), root=False), integer_net()
     assert isinstance(model.shift, nn.Parameter) and not isinstance(model.shift, RowShardedTensor)
-    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with logged() as lines:
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    assert any("parameter 'shift', and perhaps others, is in no call of fully_shard" in line for line in lines), lines
     assert [unit.name for unit in get_state(model).units] == ["", *IntegerNet.UNITS]
     with torch.no_grad():
         assert torch.equal(model(integer_batch()[0]), alone(integer_batch()[0]))
