@@ -372,8 +372,8 @@ def _check_access(func: Any, tensors: Sequence[Tensor]) -> None:
     if name in _NAMES_ONLY:
         return
     for tracker in [tensor.tracker for tensor in tensors if isinstance(tensor, LocalShard)]:
-        if name in _ZEROES and (error := tracker.access_error) is not None:
-            tracker.zero_requested = error
+        if tracker.access_error is not None and name in _ZEROES:
+            tracker.zero_requested, tracker.access_error = True, None
         if tracker.access_error is not None or not func._schema.is_mutable:
             tracker.prepare_read()
 

@@ -23,37 +23,24 @@ class MasterState(enum.Enum):
     EDITED = "edited"  # the user has changed the masters since the last step; ranks compare edits before the refresh
 
 
-class AccessError:
-    """Error of any use of values, which several trackers may share: its message, or None if the values may be used."""
-
-    def __init__(self) -> None:
-        self.message: str | None = None
-
-
 class MutationTracker:
     """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
 
-    def __init__(self, access: AccessError | None = None) -> None:
+    def __init__(self) -> None:
         self.masters = MasterState.REFRESHED  # if the storage belongs to masters
         self.uninitialized = False  # True if empty_like has created the tensor and nothing has been written to it
         self.write_count = 0  # number of writes; compare two counts to detect a write between them
         self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
         self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
         self.on_read: Callable[[], object] | None = None  # called before the values are read or saved, until a write
-        self._access = access or AccessError()
+        self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
         self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
-        self.zero_requested: str | None = None  # access error that zero_() has met, after which reads are allowed
+        self.zero_requested = False  # True if zero_() was called while `access_error` was set
         self.was_zeroed = False  # True after zero_(), until the code that reads it resets it
-
-    @property
-    def access_error(self) -> str | None:
-        """Message of the RuntimeError that any use of the values raises, or None."""
-        message = self._access.message
-        return None if message is self.zero_requested else message
 
     def replace_for_new_storage(self) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any later use of the old storage raises RuntimeError."""
-        self._access.message = (
+        self.access_error = (
             "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters, "
             "or before the first forward after fully_shard. Read them from the parameter again"
         )
@@ -64,8 +51,8 @@ class MutationTracker:
 
     def prepare_read(self) -> None:
         """Raise RuntimeError if there is an access error. Otherwise call `on_read`."""
-        if (message := self.access_error) is not None:
-            raise RuntimeError(message)
+        if self.access_error is not None:
+            raise RuntimeError(self.access_error)
         if self.on_read is not None:
             self.on_read()
 

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain
-from layerzero.dtensor.mutation_tracker import AccessError, MutationTracker
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.layout.grad_usage import GradUsage
-
-_GRAD = attrgetter("grad")
 
 
 class GradAttribute:
@@ -34,16 +31,10 @@ class GradAttribute:
     def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
         self.gradients = gradients
-        self._access = AccessError()  # of all published gradients
-        self._trackers = [MutationTracker(self._access) for _ in members]
-        self._sharded = [member.sharded for member in members]
-        # During a backward pass: the slots that had a .grad before the pass, and the error message for reads of these,
-        # or None if they could be read.
-        self._hidden: tuple[list[int], str | None] | None = None
-
-    def _shown(self) -> list[tuple[int, Tensor]]:
-        """Return the slots whose parameters have a ``.grad``, with this ``.grad``."""
-        return [(slot, gradient) for slot, gradient in enumerate(map(_GRAD, self._sharded)) if gradient is not None]
+        self._trackers = [MutationTracker() for _ in members]
+        # By slot, during a backward pass: True if the parameter had a .grad before the pass, and the error message for
+        # reads of this .grad, or None if it could be read.
+        self._hidden: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
@@ -64,11 +55,10 @@ class GradAttribute:
         if forbidden is None:  # otherwise, the host reads them only after a later call
             gradients.final.storage.wait_for_host()
         self.forbid_access(forbidden)
-        published = self._published if any(gradients.usage) else ()  # lazy, because it may allocate memory
-        for slot, (shown, use) in enumerate(zip(map(_GRAD, self._sharded), gradients.usage, strict=True)):
-            final = published[slot] if use else None  # None: no other rank has contributed either
-            if shown is not final:
-                self._sharded[slot].grad = final
+        for slot, (member, use) in enumerate(zip(self.members, gradients.usage, strict=True)):
+            final = self._published[slot] if use else None  # None: no other rank has contributed either
+            if member.sharded.grad is not final:
+                member.sharded.grad = final
         if agreed and not any(gradients.usage):  # only zeros (or errors of a codec) were reduced
             gradients.drop(())
 
@@ -91,14 +81,18 @@ class GradAttribute:
         Raises:
             RuntimeError: a ``.grad`` was replaced although it has unreduced contributions.
         """
-        if self._hidden is not None:
+        if self._hidden:
             return
-        for slot, tracker in enumerate(self._trackers):
-            if tracker.was_zeroed or tracker.zero_requested is not None:
+        dropped, replaced = [], []
+        for slot, (member, tracker) in enumerate(zip(self.members, self._trackers, strict=True)):
+            if tracker.was_zeroed or tracker.zero_requested:
                 self._apply_zeros(slot, drops=failed)
-        shown = dict(self._shown())
-        replaced = [(slot, gradient) for slot, gradient in shown.items() if not self._is_ours(slot, gradient)]
-        if dropped := [slot for slot, use in enumerate(self.gradients.usage) if use and slot not in shown]:
+            gradient = member.sharded.grad
+            if gradient is not None and not self._is_ours(slot, gradient):
+                replaced.append((slot, gradient))
+            elif gradient is None and self.gradients.usage[slot]:
+                dropped.append(slot)
+        if dropped:
             self.gradients.drop(dropped)
         for slot, gradient in replaced:
             self._apply_replacement(slot, gradient)
@@ -107,7 +101,7 @@ class GradAttribute:
         """Apply calls of ``zero_()`` on the published ``.grad`` of a parameter, before or after it was final."""
         tracker, sharded_parameter = self._trackers[slot], self.members[slot].sharded
         was_zeroed, tracker.was_zeroed = tracker.was_zeroed, False
-        is_requested, tracker.zero_requested = tracker.zero_requested is not None, None
+        is_requested, tracker.zero_requested = tracker.zero_requested, False
         if sharded_parameter.grad is None or not self._is_ours(slot, sharded_parameter.grad):
             return
         if was_zeroed:
@@ -135,17 +129,20 @@ class GradAttribute:
         A loss may use ``p.to_local()`` (this rank's rows), for example in a penalty. Autograd would then add to
         ``.grad`` if it were still set.
         """
-        assert self._hidden is None
-        slots = [slot for slot, _ in self._shown()]
-        self._hidden, self._access.message = (slots, self._access.message), _IN_BACKWARD
-        for slot in slots:
-            self._sharded[slot].grad = None
+        assert not self._hidden
+        for member, tracker in zip(self.members, self._trackers, strict=True):
+            has_gradient = member.sharded.grad is not None
+            self._hidden.append((has_gradient, tracker.access_error))
+            tracker.access_error = _IN_BACKWARD
+            if has_gradient:
+                member.sharded.grad = None
 
     def collect_local_grads(self) -> None:
         """Add the gradients that a backward pass wrote directly to sharded parameters, and then undo :meth:`hide`."""
-        for slot, gradient in self._shown():
-            if not self._is_ours(slot, gradient):
-                self._sharded[slot].grad = None
+        for slot, member in enumerate(self.members):
+            gradient = member.sharded.grad
+            if gradient is not None and not self._is_ours(slot, gradient):
+                member.sharded.grad = None
                 self.gradients.add_rows(slot, plain(gradient))
         self.unhide()
 
@@ -160,10 +157,11 @@ class GradAttribute:
 
     def unhide(self) -> None:
         """Restore each ``.grad`` that :meth:`hide` has removed."""
-        if self._hidden is not None:
-            (slots, self._access.message), self._hidden = self._hidden, None
-            for slot in slots:
-                self._sharded[slot].grad = self._published[slot]
+        hidden, self._hidden = self._hidden, []
+        for slot, (had_gradient, forbidden) in enumerate(hidden):
+            self._trackers[slot].access_error = forbidden
+            if had_gradient:
+                self.members[slot].sharded.grad = self._published[slot]
 
     def mark_incomplete(self) -> set[ManagedParam]:
         """Undo :meth:`hide` after a failed backward pass, and forbid access to each ``.grad``.
@@ -185,7 +183,8 @@ class GradAttribute:
 
         If `reason` is None, allow access again.
         """
-        self._access.message = reason
+        for tracker in self._trackers:
+            tracker.access_error = reason
 
     @cached_property
     def _published(self) -> list[RowShardedTensor]:

@@ -139,9 +139,7 @@ class GradientBuffer:
 
     def clear(self, slots: Iterable[int] | None = None) -> None:
         """Mark `slots` as empty; None means all slots."""
-        if slots is None:
-            self._states = bytearray(len(self._states))
-        for slot in slots or ():
+        for slot in range(len(self._states)) if slots is None else slots:
             self._states[slot] = SlotState.EMPTY
 
     # Kernels that accumulate into the buffer themselves

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.used_params import PendingUsage, UsedParamMap
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.utils.torch_compat import foreach_mul_
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class GradientStatus(enum.Enum):
@@ -85,8 +82,6 @@ class GradientReducer:
         self._pending_usage: PendingUsage | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
-        self._sharded = [member.sharded for member in self._members]
-        self._gathered = [member.gathered for member in self._members]
         self._new_in_failed: set[ManagedParam] = set()  # parameters that had no gradient before a failed backward pass
         self.lazy_grad = LazyGrad()
         for handle in handles:
@@ -360,9 +355,9 @@ class GradientReducer:
     def apply_requires_grad(self) -> None:
         """Apply the user's changes to ``requires_grad``. Raise on all ranks if the changes differ between ranks."""
         with plain_access():
-            if [*map(_REQUIRES_GRAD, self._sharded)] == [*map(_REQUIRES_GRAD, self._gathered)]:
-                return
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
+        if not changed:
+            return
         subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Set equal values on every rank"
         detail = ", ".join(m.name for m in changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)

@@ -385,8 +385,9 @@ class HandleGradients:
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         self.record_drop(slots)
+        slots = slots if any(self.usage) else range(len(self.usage))
         for buffer in {self.accumulator, *self.buffers.values()}:
-            buffer.clear(slots if any(self.usage) else None)
+            buffer.clear(slots)
         if not any(self.usage):
             self.final.restore()
 
