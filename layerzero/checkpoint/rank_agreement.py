@@ -64,13 +64,19 @@ def agreed(
             raise tree.error(f"{subject} has failed: ") from error
         if failure is not None or isinstance(error, RankLostError):
             raise
-        if isinstance(error, ValueError) and " extra" in str(error):
-            advice = "Mark values that differ between ranks with layerzero.checkpoint.per_rank"
-            raise ValueError(f"{error}. {advice}") from None
-        for kind in _HANDLED:  # so that all ranks can try another checkpoint or another path
-            if isinstance(error, RuntimeError) and f"failed with {kind.__name__}:" in str(error):
-                raise kind(str(error)) from None
+        if (handled := _error_for_callers(error)) is not None:
+            raise handled from None
         raise
+
+
+def _error_for_callers(error: Exception) -> Exception | None:
+    """Return an error of a class that callers handle, or None if `error` is to be raised as it is."""
+    if isinstance(error, ValueError) and " extra" in str(error):
+        return ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank")
+    for kind in _HANDLED:  # so that all ranks can try another checkpoint or another path
+        if isinstance(error, RuntimeError) and f"failed with {kind.__name__}:" in str(error):
+            return kind(str(error))
+    return None
 
 
 def check_checkpoint_arguments(lz_state: LayerZeroState, optimizer: object) -> None:

@@ -453,11 +453,16 @@ def _check(root: nn.Module, names: Mapping[nn.Module, str], units: Collection[Un
         for member in each.built.unit.members():
             if any(parameters.get(attribute) is not member.sharded for parameters, attribute in member.module_refs):
                 raise replaced_param_error(member)
+    _check_other_params(root, units, is_called=first.modules == [root])
+
+
+def _check_other_params(root: nn.Module, units: Collection[UnfinishedUnit], *, is_called: bool) -> None:
+    """Raise or log an error if a trainable parameter belongs to no unit and is not ignored."""
     ignored = {id(parameter) for unit in units for parameter in unit.ignored}
     for name, parameter in root.named_parameters():
         is_known = isinstance(parameter, RowShardedTensor) or id(parameter) in ignored
         if parameter.requires_grad and not is_known:
-            if first.modules == [root]:
+            if is_called:
                 raise RuntimeError(
                     f"fully_shard: parameter {name!r} joined the model after its module was sharded, so its gradient "
                     "would not be averaged over the ranks. Add it before the calls, or pass it in ignored_params"

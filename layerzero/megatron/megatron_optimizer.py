@@ -66,11 +66,7 @@ class ShardedMegatronOptimizer:
             refuse_muon(config, self.groups.tensor.size())
         for chunk in self.model_chunks:
             groups = _param_groups(chunk, config, config_overrides)
-            inner: Optimizer | None = None
-            if groups and self._with_muon:
-                inner = muon_and_adamw(chunk, split_groups(groups), config)
-            elif groups:
-                inner = (make_optimizer or self._create_default_optimizer)(groups)
+            inner = self._create_inner(chunk, groups, make_optimizer) if groups else None
             self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
         self.emas: list[EMA | None] = [
             None if ema_decay is None or sharded is None else EMA(chunk, ema_decay)
@@ -86,6 +82,16 @@ class ShardedMegatronOptimizer:
                     chunk.own_gradients.stop()
                     chunk.own_gradients = None
         self.is_stub_optimizer = not reduce_over_model(trains, self.groups, dist.ReduceOp.MAX).item()
+
+    def _create_inner(
+        self,
+        chunk: ShardedChunk,
+        groups: list[dict[str, Any]],
+        make_optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None,
+    ) -> Optimizer:
+        if self._with_muon:
+            return muon_and_adamw(chunk, split_groups(groups), self.config)
+        return (make_optimizer or self._create_default_optimizer)(groups)
 
     def _create_default_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         config = self.config

@@ -196,13 +196,7 @@ def _layout_error(
             f"ranks) of this pipeline stage and tensor rank. Use one of {divisors}"
         )
     if expert_zero3_size is not None:
-        if expert_zero3_size < 1 or expert_world % expert_zero3_size:
-            fitting = [d for d in divisors if expert_world % d == 0]
-            return ValueError(
-                f"expert_zero3_size={expert_zero3_size} does not divide the {expert_world} data-parallel ranks that "
-                f"hold the same experts ({world} ranks / expert_model_parallel_size={ep_size}). Use one of {fitting}"
-            )
-        return None
+        return _expert_size_error(expert_zero3_size, expert_world, ep_size)
     if zero3_size % ep_size and ep_size % zero3_size:
         fitting = [d for d in divisors if d % ep_size == 0 or ep_size % d == 0]
         return ValueError(
@@ -211,3 +205,13 @@ def _layout_error(
             "expert_zero3_size"
         )
     return None
+
+
+def _expert_size_error(size: int, world: int, ep_size: int) -> Exception | None:
+    if size >= 1 and world % size == 0:
+        return None
+    fitting = [divisor for divisor in range(1, world + 1) if world % divisor == 0]
+    return ValueError(
+        f"expert_zero3_size={size} does not divide the {world} data-parallel ranks that hold the same experts "
+        f"({world * ep_size} ranks / expert_model_parallel_size={ep_size}). Use one of {fitting}"
+    )

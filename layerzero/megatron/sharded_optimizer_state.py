@@ -194,11 +194,7 @@ def _sharded_entries(
     described_in_full: Mapping[str, GlobalParam] = {}
     if pair.optimizer.has_owners:
         _, described_in_full = global_params(pair.chunk.module, members, metadata, of_all_ranks=True)
-    if shared := pair.optimizer.shared_state():
-        raise NotImplementedError(
-            f"the optimizer has state under {next(iter(shared))!r}, which is no parameter, so Megatron's format cannot "
-            "store it. Use layerzero.megatron.save and load"
-        )
+    _refuse_shared_state(pair)
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
     for group in pair.groups:
@@ -216,16 +212,31 @@ def _sharded_entries(
                 key: param_of_state.entry(value, prefix=f"optimizer.state.{key}.", spec=spec)
                 for key, value in values.items()
             }
-            rows: dict[str, Tensor] = {}
-            if member.name in averages:
-                rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else local_rows(averages[member.name])
-            if kind is not None or _master_dtype_differs(member):
-                masters = "fp32_param" if kind is None else "param"
-                rows[masters] = torch.empty_like(member.master) if is_loading else member.master
+            rows = _other_rows(member, averages, kind)
+            if is_loading:
+                rows = {key: torch.empty_like(member.master) for key in rows}
             entries |= {key: param.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
             if entries:  # an empty dict would count as common state, which must not differ between ranks
                 result[_state_key(index, member)] = entries
     return result
+
+
+def _refuse_shared_state(pair: ChunkOptimizer) -> None:
+    if shared := pair.optimizer.shared_state():
+        raise NotImplementedError(
+            f"the optimizer has state under {next(iter(shared))!r}, which is no parameter, so Megatron's format cannot "
+            "store it. Use layerzero.megatron.save and load"
+        )
+
+
+def _other_rows(member: ManagedParam, averages: Mapping[str, Tensor], kind: str | None) -> dict[str, Tensor]:
+    """Return the rows of a parameter's average and master, if the format stores them."""
+    rows: dict[str, Tensor] = {}
+    if member.name in averages:
+        rows[_AVERAGE] = local_rows(averages[member.name])
+    if kind is not None or _master_dtype_differs(member):
+        rows["fp32_param" if kind is None else "param"] = member.master
+    return rows
 
 
 def _state_rows(
@@ -245,7 +256,7 @@ def _state_rows(
     dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
     has_no_step = bool(example_state) and not states  # or all steps were skipped after overflows
     if is_loading or has_no_step:  # separate memory, so that a failed load changes nothing
-        if has_no_step and not is_loading:
+        if not is_loading:
             steps.add(0.0)
         shape = (len(spec.rows), *spec.shape[1:])
         return {key: member.master.new_zeros(shape, dtype=dtype) for key, dtype in dtypes.items()}

@@ -82,17 +82,12 @@ def wrap(
         ValueError: the model or its config uses an unsupported feature. The message names the feature and a remedy.
     """
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    if (zero3_size is None) == (groups is None):
-        raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
-    if expert_zero3_size is not None and groups is not None:
-        raise ValueError("groups already determine expert_zero3_size. Pass it to process_groups instead of wrap")
+    _refuse_sizes(zero3_size, expert_zero3_size, groups, config)
     for module in modules:
         refuse_model(module, config)
-    if expert_zero3_size is not None and not config.num_moe_experts:
-        raise ValueError(f"expert_zero3_size={expert_zero3_size}, but the model has no experts. Remove it")
-    if groups is None:
-        assert zero3_size is not None
+    if zero3_size is not None:
         groups = process_groups(zero3_size, expert_zero3_size)
+    assert groups is not None
     sizes = [group.size() for group in (groups.zero3, groups.expert_zero3) if group is not None]
     refuse_fusion(config, max(sizes), accumulation=accumulation, mp_policy=mp_policy, **settings)
     mesh = mesh_from_groups(groups.zero1, groups.zero3)
@@ -126,6 +121,17 @@ def wrap(
         config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh
     )
     return chunks
+
+
+def _refuse_sizes(
+    zero3_size: int | None, expert_zero3_size: int | None, groups: ProcessGroups | None, config: Any
+) -> None:
+    if (zero3_size is None) == (groups is None):
+        raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
+    if expert_zero3_size is not None and groups is not None:
+        raise ValueError("groups already determine expert_zero3_size. Pass it to process_groups instead of wrap")
+    if expert_zero3_size is not None and not config.num_moe_experts:
+        raise ValueError(f"expert_zero3_size={expert_zero3_size}, but the model has no experts. Remove it")
 
 
 def _separate_experts(chunk: ShardedChunk, groups: ProcessGroups) -> dict[str, nn.Module]:
