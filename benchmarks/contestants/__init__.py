@@ -115,14 +115,14 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-full-exchanges-keep": _ours(
-        'layerzero hybrid, "full", shared memory off, weights kept until the step',
+        "layerzero hybrid, weights kept, fp32 gradients, shared memory off",
         NODE,
         "full",
         "off",
         reshard_after_forward="step",
     ),
     "layerzero-full-exchanges-keep-bf16": _ours(
-        'layerzero hybrid, "full" in bf16, shared memory off, weights kept until the step',
+        "layerzero hybrid, weights kept, shared memory off",
         NODE,
         "full",
         "off",
