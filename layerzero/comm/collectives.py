@@ -477,6 +477,8 @@ class launching:
         self._range.__exit__(kind, error, trace)
         # A CollectiveError comes from a wait for a free buffer.
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+            if self._launched.channel:  # the other end of a transfer may have closed the connection before the launch
+                raise self._launched.failure_error(error) from error
             comm = self._launched.communicator
             raise RuntimeError(
                 f"layerzero: {self._launched.collective} failed on rank {comm.rank} of {comm.size} of the {comm.axis} "
