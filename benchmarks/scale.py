@@ -129,6 +129,8 @@ def _measure(rank: int, ranks: int, node_size: int, rounds: int, port: int, resu
             if each:  # the first round imports and compiles
                 seconds.setdefault(f"{scheme}: sharding", []).append(sharded)
                 seconds.setdefault(f"{scheme}: until the end of the first step", []).append(time.perf_counter() - began)
+            if isinstance(optimizer, layerzero.ShardedOptimizer):
+                layerzero.close(model)  # otherwise, the next round closes its groups; those of FSDP2 are never closed
     if rank == 0:
         results.put(seconds)
     dist.barrier()
