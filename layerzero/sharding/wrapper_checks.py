@@ -28,7 +28,8 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
             continue
         subject = f"module {name!r}" if name else "the model"
         if isinstance(module, FSDPModule) and not getattr(module, "is_layerzeros", False):  # a class that it adds
-            kind, way_out = "sharded by torch's fully_shard (FSDP2)", "import fully_shard from layerzero instead"
+            kind = "sharded by torch's fully_shard (FSDP2)"
+            way_out = "leave out torch's fully_shard, import it from layerzero"
         elif isinstance(module, _WRAPPERS):
             kind, way_out = f"wrapped in {type(module).__name__}", "shard the plain module inside it (its .module)"
         else:
