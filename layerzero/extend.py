@@ -116,6 +116,7 @@ from layerzero.sharding import module_methods
 from layerzero.sharding.build_units import BuiltUnit, PlannedUnit, build_unit, move_unit, plan_unit
 from layerzero.sharding.make_root import make_root
 from layerzero.sharding.module_methods import set_gradient_divide_factor
+from layerzero.sharding.optimizer_guard import guard_optimizers
 from layerzero.sharding.plan_units import plan_unit_specs, plan_units
 from layerzero.sharding.shared_resources import SharedResources
 from layerzero.sharding.unit_meshes import find_model_parallel_meshes
@@ -242,6 +243,7 @@ __all__ = [
     "group_count_fields",
     "group_kind",
     "guard_fully_shard",
+    "guard_optimizers",
     "guard_wrappers",
     "has_forward",
     "has_peers",

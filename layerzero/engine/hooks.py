@@ -129,6 +129,11 @@ class UnfinishedHook:
 _UNFINISHED: weakref.WeakSet[UnfinishedHook] = weakref.WeakSet()
 
 
+def has_unfinished_units() -> bool:
+    """Return whether the model of any unit in this process is not complete."""
+    return bool(_UNFINISHED)
+
+
 def _finish_units(module: nn.Module) -> bool:
     """Complete the model of the first unfinished unit inside `module`. Return False if there is none."""
     for each in module.modules() if _UNFINISHED else ():  # training loops call this function in every micro-batch

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.extend import (
     ParamInfo,
@@ -23,6 +20,7 @@ from layerzero.extend import (
     default_device_type,
     find_model_parallel_meshes,
     guard_fully_shard,
+    guard_optimizers,
     guard_wrappers,
     has_forward,
     is_unit,
@@ -113,24 +111,8 @@ def fully_shard(
     for each in modules:
         mix_in(each, [module for inner in others.values() for module in inner])
     guard_wrappers()
-    _guard_optimizers()
+    guard_optimizers(None)
     return module
-
-
-@functools.cache
-def _guard_optimizers() -> None:
-    """Make ``step()`` raise for parameters of models that are not complete. Complete models raise it themselves."""
-    register_optimizer_step_pre_hook(_refuse_early_step)
-
-
-def _refuse_early_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        spec = parameter._local_tensor.spec if isinstance(parameter, RowShardedTensor) else None
-        if spec is not None and spec.mesh_info.groups.deferred:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() would update parameter {spec.name!r}, which layerzero has sharded. "
-                "Call step() on the optimizer returned by layerzero.shard_optimizer(optimizer, model)"
-            )
 
 
 def _build(modules: list[nn.Module], mesh: DeviceMesh, settings: CallSettings, ignored: Sequence[nn.Parameter]) -> None:

@@ -241,8 +241,8 @@ class UnfinishedUnit:
         """Remove the hooks from the modules. The hooks of the model take their places, as FSDP2's have them."""
         for module in self.modules:
             hooks: Any = module._forward_pre_hooks
-            before = itertools.takewhile(lambda key: not isinstance(hooks[key], _FirstForwardHook), hooks)  # noqa: B023
-            for key in [*before][:0:-1]:  # the user has prepended them after the call; that of the model is the first
+            own = next(place for place, hook in enumerate(hooks.values()) if isinstance(hook, _FirstForwardHook))
+            for key in [*hooks][:own][:0:-1]:  # the user has prepended them after the call; that of the model is first
                 hooks.move_to_end(key, last=False)
         for handle in self._handles:
             handle.remove()

@@ -277,8 +277,8 @@ def chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _C
 
 def has_forward(module: nn.Module) -> bool:
     # A module that torch.compile returns has a forward of its own.
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    is_defined = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return is_defined and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _units_by_predicate(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:

@@ -41,7 +41,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with its floating-point tensors cast to `dtype`, as :func:`map_tensors` does."""
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(value, cast)
 

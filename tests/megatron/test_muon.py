@@ -7,8 +7,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.optim import Optimizer
 
+from layerzero.engine.hooks import get_state
 from layerzero.megatron import ShardedMegatronOptimizer
+from layerzero.megatron.muon import muon_and_adamw, split_groups
 from layerzero.megatron.versions import release
 from tests.megatron.test_parallel import APART, MIXTURE, assert_equal_but_for_rounding
 from tests.support.megatron_parallel import SequenceParallelNorm
@@ -44,6 +47,25 @@ def test_muon_with_experts() -> None:
     run_ranks(_trains, [apart, apart.but(expert_zero3_size=1)])
     run_ranks(_trains, [MIXTURE.but(optimizer="muon", expert_zero3_size=4)])
     run_ranks(_trains, [apart.but(pp=2, zero3_size=2, accumulation="full")])
+
+
+def _trains_from_groups(rank: int) -> None:
+    adam = MUON.but(optimizer="adam")
+    with megatron(MUON), SequenceParallelNorm.used():
+        expected, (chunks, _) = run(MUON, make_ours), make_ours(adam)
+        muon = replace(optimizer_config(MUON), optimizer="adam")
+
+        def make(groups: list[dict[str, Any]]) -> Optimizer:
+            return muon_and_adamw(chunks[0], split_groups(groups), muon)
+
+        optimizer = ShardedMegatronOptimizer(chunks, muon, make_optimizer=make)
+        found = run(MUON, lambda _: (chunks, optimizer))
+        assert found.losses == expected.losses
+        assert any(optimizer.sharded[0].owned(name) is not None for name in get_state(chunks[0]).members)
+
+
+def test_an_optimizer_of_the_user_may_need_full_parameters() -> None:
+    run_ranks(_trains_from_groups)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
