@@ -115,7 +115,7 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-full-exchanges-keep": _ours(
-        "layerzero hybrid, weights kept, fp32 gradients, shared memory off",
+        "layerzero hybrid, weights kept, fp32 accumulators, shared memory off",
         NODE,
         "full",
         "off",
